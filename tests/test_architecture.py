@@ -42,8 +42,8 @@ ATTN_RANK = {
     "cli": 10,
 }
 
-# Families of attention. A family's folder in builders, attn/impls and attn/kernels may import those
-# behind it in this order, never those before it.
+# Families of attention, in order. A family's folder in builders, attn/impls and attn/kernels may
+# import from families after it in this order, and never from families before it.
 FAMILIES = ("sparse", "vendor", "latent", "dense")
 FAMILY_ORDER = (*FAMILIES, "cache", "lang")
 
@@ -83,7 +83,7 @@ class Import:
 
 
 def module_files(*packages: str) -> dict[str, Path]:
-    """Every module of the packages, by dotted name (a package's own is the folder's)."""
+    """Every module of the packages, by dotted name; a package's file has the package's name."""
     found = {}
     for package in packages:
         for path in sorted((ROOT / package).rglob("*.py")):
@@ -337,7 +337,7 @@ def private_imports(module: str, source: str, *, is_package: bool = False) -> li
             continue
         if isinstance(node, ast.ImportFrom):
             found += [(node.lineno, name) for name in names.values() if is_private(name)]
-        # What is no module has no attribute that is private to a module.
+        # A name that is no module has no attribute that is private to a module.
         ends = {name.split(".")[-1] for name in targets if name in MODULES}
         modules |= {own for own, name in names.items() if name.split(".")[-1] in ends}
     for node in ast.walk(tree):
@@ -468,7 +468,7 @@ def test_importing_every_spec_loads_no_torch() -> None:
 
 
 def imports_of_testing(module: str, source: str) -> list[int]:
-    """Lines that import ``attn.testing``, those for types and those inside functions included."""
+    """Lines that import ``attn.testing``, including imports for types and inside functions."""
     return [
         item.line
         for item in imports_of(module, source)
@@ -636,7 +636,7 @@ def test_the_test_files_that_are_started_first_are_there() -> None:
 
 
 def top_level_names() -> set[str]:
-    """What stands at the top level: as git sees it, or the folder itself where there is no git."""
+    """Names at the top level, as git sees them, or of the folder itself where there is no git."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""Names of backends, models and devices: in any case, with the near one told of a wrong one."""
+"""Names of backends, models and devices: case is ignored, and errors suggest a near name."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The conformance runner sees every seeded fault: one that passes wrong results is broken."""
+"""The conformance runner finds every seeded fault; a runner that passes wrong results is broken."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ NOT_LATENT = {*FEATURE_OF, Fault.SWAPPED_KV, Fault.WRONG_GROUP} - {Fault.WINDOW_
 NOT_SPARSE = {*NOT_LATENT, Fault.WINDOW_OFF_BY_ONE, Fault.UNMASKED_TAIL}
 """Lists, not lengths, decide what a sparse layer reads."""
 IN_THE_PLAN = {Fault.WINDOW_OFF_BY_ONE, Fault.WRONG_SOFT_CAP}
-"""Where the host plans for a layer, an impl that asks for another one is refused."""
+"""Where the host plans for a layer, an impl that asks for another layer is refused."""
 BATCH_NAMES = ("mixed", "ragged_decode", "ragged_verify", "chunked_prefill", "full_prefill")
 LATENT_BATCH_NAMES = BATCH_NAMES[:-1]
 """A latent prefill without context reads nothing from the cache."""
@@ -105,7 +105,7 @@ def conform(backend: Backend, case: AnyCase, name: str | None = None) -> CaseRes
 
 @cache
 def is_clean(name: str, case: AnyCase) -> bool:
-    """Nothing is found in the backend as it is; asked once for all faults of a case."""
+    """Whether the unchanged backend has no findings; asked once for all faults of a case."""
     return not conform(AttentionBackendEnum[name].get_class(), case).findings
 
 
@@ -303,7 +303,7 @@ def built_from(change: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
 
 
 def seen_through(change: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-    """``forward`` that sees another layer."""
+    """A ``forward`` that runs with another layer."""
 
     def forward(self: Any, layer: Any, *args: Any, **options: Any) -> Any:
         return inherited(self, "forward")(replace(layer, **change(layer)), *args, **options)
@@ -482,7 +482,7 @@ def test_lists_read_wrongly_by_a_sparse_triple_are_seen(name: str, wrong: str) -
 
 
 def claims_graphs(backend: Backend, keeps_its_record: bool) -> Backend:
-    """A backend whose builder claims graphs: one record updated in place, or ever new ones."""
+    """A backend whose builder claims graphs: it updates one record in place, or makes a new one."""
 
     def build(
         self: Any, prefix: int, batch: Any, fast_build: bool = False
@@ -500,7 +500,7 @@ def claims_graphs(backend: Backend, keeps_its_record: bool) -> Backend:
 
 
 def without_graphs(name: str) -> Backend:
-    """A backend to play one with graphs; on the CPU, where a replay is another forward."""
+    """A backend for the tests with graphs; on the CPU, where a replay is another forward."""
     backend = AttentionBackendEnum[name].get_class()
     if backend.cudagraph_support() is not AttentionCGSupport.NEVER:
         pytest.skip("has graphs of its own")

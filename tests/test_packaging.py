@@ -15,7 +15,7 @@ DEPENDENCIES = {
     for requirement in map(Requirement, PROJECT["project"]["dependencies"])
 }
 
-# What vLLM's wheels require, exactly.
+# Versions that vLLM's wheels require, exactly.
 VLLM_PINS = {
     "0.26.0": {"torch": "2.11.0", "flashinfer-python": "0.6.14"},
     "0.33.0": {"torch": "2.14.0", "flashinfer-python": "0.7.2.post1"},
@@ -91,7 +91,7 @@ def test_warnings_are_errors_and_markers_are_declared() -> None:
     options = PROJECT["tool"]["pytest"]["ini_options"]
     first, *others = options["filterwarnings"]
     assert first == "error"
-    # Nothing of ours may warn: only what numpy says inside Triton's interpreter is let through.
+    # No warning may be ours: only numpy's warnings inside Triton's interpreter are let through.
     assert all(line.endswith(r":RuntimeWarning:triton\.runtime\.interpreter") for line in others)
     assert {"--strict-markers", "--strict-config", "--import-mode=importlib"} <= set(
         options["addopts"]

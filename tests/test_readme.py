@@ -1,4 +1,4 @@
-"""What README files say is run or looked up here, so that it stays true."""
+"""README files are run or looked up here, so that they stay true."""
 
 import ast
 import re
@@ -71,7 +71,7 @@ def test_every_path_that_readme_names_exists():
 KERNELS = (ROOT / "attn/kernels/README.md").read_text()
 BUILDERS = (ROOT / "builders/README.md").read_text()
 CALLED_BY_CONSTEXPR = {"decode_e5m2_float32"}
-"""Device functions that no other one names, and that are no kernels: tables hold them."""
+"""Device functions that no other function names, and that are no kernels: tables hold them."""
 LAUNCHED = {
     name: path
     for name, path in house.launched_kernels(house.modules_of(ROOT, "builders", "attn")).items()

@@ -53,7 +53,7 @@ from specs.engine import MlaKernel
 from specs.kv_cache import FullAttentionSpec, MLAAttentionSpec
 from specs.layouts import KVPacking
 
-# -- vLLM's two versions, field by field: (name, default); None of the first four has one.
+# -- vLLM's two versions, field by field: (name, default). The first four fields have no default.
 
 REQUIRED = object()
 VLLM_026_CONFIG = [
@@ -93,7 +93,7 @@ VLLM_033_CONFIG = [
     ("use_dcp", False),
     ("use_rswa", False),
 ]
-# What vLLM's selection does not see.
+# Fields that vLLM's selection does not see.
 OUR_CONFIG = [
     ("use_logits_soft_cap", False),
     ("use_alibi", False),
@@ -103,7 +103,7 @@ OUR_CONFIG = [
     ("mla_kernel", MlaKernel.AUTO),
     ("head_size_v", None),
 ]
-# Ours fills in what vLLM's callers must say.
+# Our function fills in fields that vLLM's callers must give.
 OUR_DEFAULTS = {"kv_cache_dtype": "auto", "block_size": None}
 
 VLLM_026_REASONS = [
@@ -171,7 +171,7 @@ OUR_REASONS = [
 
 
 class VllmConfig026(NamedTuple):
-    """Stand-in for vLLM 0.26's selector config."""
+    """Stands in for vLLM 0.26's selector config."""
 
     head_size: int
     dtype: torch.dtype
@@ -191,7 +191,7 @@ class VllmConfig026(NamedTuple):
 
 
 class VllmAttentionType(str, Enum):  # noqa: UP042 (as vLLM declares it)
-    """Stand-in for vLLM's enum."""
+    """Stands in for vLLM's enum."""
 
     ENCODER_DECODER = "encoder_decoder"
 
@@ -214,7 +214,7 @@ class _Fake(AttentionBackend):
 
 
 class Stingy(_Fake):
-    """One of each kind of thing, no feature at all."""
+    """A backend that serves one of each kind of thing, and no feature."""
 
     capabilities = BackendCapabilities(
         dtypes=(DType.BFLOAT16,),
@@ -233,7 +233,7 @@ class Stingy(_Fake):
 
 
 class StingyMLA(_Fake):
-    """A latent backend that can do non-causal and DCP, each alone."""
+    """A latent backend that can do non-causal attention and DCP, each alone."""
 
     capabilities = Stingy.capabilities.replace(is_mla=True, non_causal=True, dcp=True)
 
@@ -245,7 +245,7 @@ class StingySparse(_Fake):
 
 
 class Generous(_Fake):
-    """Every feature, on every device."""
+    """A backend that serves every feature, on every device."""
 
     capabilities = BackendCapabilities.model_validate(
         {
@@ -264,7 +264,7 @@ class Generous(_Fake):
 
 
 class Ranged(_Fake):
-    """CUDA only, in two ranges of capabilities; head sizes in a range."""
+    """A backend for CUDA alone, in two ranges of capabilities; its head sizes are a range."""
 
     capabilities = Generous.capabilities.replace(
         device_kinds=(DeviceKind.SM80, DeviceKind.SM90, DeviceKind.SM100),
@@ -280,7 +280,7 @@ class Ranged(_Fake):
 
 
 class NoBackend:
-    """Something else."""
+    """A class that is no backend."""
 
 
 @cache
@@ -609,7 +609,7 @@ def check(backend: type[AttentionBackend], **changes: Any) -> list[str]:
 
 
 def listed(values: Any) -> str:
-    """As a reason lists what is served."""
+    """Served values as a reason lists them."""
     return ", ".join(str(value) for value in values)
 
 
@@ -1136,7 +1136,7 @@ def test_a_class_behind_a_path_of_a_new_name_that_calls_itself_otherwise_is_refu
         AttentionBackendEnum["MINE"].get_class()
     with pytest.raises(UnsupportedError, match=re.escape(message)):
         select(DENSE, CPU, "MINE")
-    # What replaces the class of a name that is there may call itself as it likes.
+    # A class that replaces an existing backend may have any name.
     register_backend("MINE", path_of(Stingy))
     assert AttentionBackendEnum["MINE"].get_class() is Stingy
 
@@ -1230,7 +1230,7 @@ def test_a_missing_package_is_a_reason_and_an_error_when_asked_for(
     monkeypatch.setitem(PRIORITIES, DeviceKind.CPU, ("NEEDY", *PRIORITIES[DeviceKind.CPU]))
     assert select(DENSE, CPU) is TorchRefBackend
     assert f"NEEDY: {reason}" in explain(DENSE, CPU).reasons
-    # An override brings what it needs.
+    # An override brings what it needs itself.
     register_backend("NEEDY", path_of(Generous))
     assert member.missing() == []
     assert select(DENSE, CPU) is Generous
@@ -1265,7 +1265,7 @@ def test_a_broken_import_is_a_reason_and_does_not_stop_the_choice(
     if source is not None:
         (tmp_path / "broken_plugin.py").write_text(source, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    # Whatever the import leaves behind is taken out again.
+    # Modules that the import leaves behind are removed again.
     monkeypatch.setitem(sys.modules, "broken_plugin", None)
     del sys.modules["broken_plugin"]
     register_backend("BROKEN", "broken_plugin:Backend")

@@ -1,6 +1,8 @@
-"""The impl part of a triple: launches what the metadata says; decides nothing.
+"""The base classes of impls: one for dense attention, one for MLA.
 
-Two base classes, dense and MLA, with vLLM v1's constructor arguments and method names.
+An impl is the third part of a triple (backend, builder, impl). It launches the kernels that the
+builder's record names, and decides nothing itself. Constructor arguments and method names are those
+of vLLM v1.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from specs.positions import cut_window
 
 
 class AttentionLayer(Protocol):
-    """What a layer offers to its impl: scales, as real = stored * scale."""
+    """The scales that a layer offers to its impl, with real = stored * scale."""
 
     _q_scale: torch.Tensor
     """fp32 scalar, device."""
@@ -31,7 +33,7 @@ class AttentionLayer(Protocol):
 
 @dataclass
 class LayerScales:
-    """The plainest :class:`AttentionLayer`: scales and nothing else."""
+    """A minimal :class:`AttentionLayer`: scales and nothing else."""
 
     _q_scale: torch.Tensor
     _k_scale: torch.Tensor
@@ -41,23 +43,24 @@ class LayerScales:
     def of(
         cls, k: float = 1.0, v: float = 1.0, q: float = 1.0, device: torch.device | str = "cpu"
     ) -> LayerScales:
-        """Per-tensor scales from numbers."""
+        """Make per-tensor scales from numbers."""
         return cls(*(torch.tensor(scale, device=device) for scale in (q, k, v)))
 
 
 class AttentionImplBase:
-    """What dense and MLA impls share."""
+    """The constructor and the flags that dense and MLA impls share."""
 
     is_sparse: ClassVar[bool] = False
     can_return_lse_for_decode: bool = False
-    """Decode rows can return their log-sum-exp (decode context parallelism needs it)."""
+    """Whether decode rows can return their log-sum-exp, as decode context parallelism needs."""
     lse_base_on_e: bool = True
-    """LSE is a natural logarithm, always; external kernels are converted where they are called."""
+    """Always True: the LSE is a natural logarithm. The LSE of a vendor's kernel is converted where
+    that kernel is called."""
     supports_pcp: bool = False
     supports_dcp: bool = False
     supports_mtp_with_cp_non_trivial_interleave_size: bool = False
     supports_quant_query_input: bool = False
-    """False: the query arrives in the model dtype also when the cache is fp8."""
+    """Whether the query may arrive in fp8 over an fp8 cache; if not, it has the model dtype."""
 
     def __init__(
         self,
@@ -75,7 +78,7 @@ class AttentionImplBase:
         """
         Args:
             num_heads: query heads H of this rank.
-            head_size: query and key head size D (MLA: latent + rope).
+            head_size: query and key head size D; for MLA the latent and rotary sizes together.
             scale: multiplies q.k before the softmax.
             num_kv_heads: KV heads Hk; None means ``num_heads``.
             alibi_slopes: ``[H]`` position bias per head, or None.
@@ -86,6 +89,7 @@ class AttentionImplBase:
             kv_sharing_target_layer_name: layer whose cache this one reads, or None.
 
         Raises:
+            TypeError: a size that is no integer.
             ValueError: a value out of range; the message names argument and value.
         """
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -133,15 +137,15 @@ class AttentionImplBase:
         return self.cache_dtype.quant_mode
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Called once when the model's weights are in place; nothing to do for dense impls."""
+        """Prepare the impl once the model's weights are in place; dense impls need nothing."""
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """True when ``forward`` takes an ``output_scale`` for this quantisation."""
+        """Whether ``forward`` takes an ``output_scale`` for this quantisation."""
         return False
 
 
 class AttentionImpl(AttentionImplBase, ABC):
-    """Dense (MHA, GQA, MQA) attention."""
+    """The base class of dense attention (MHA, GQA, MQA)."""
 
     @abstractmethod
     def forward(
@@ -158,13 +162,13 @@ class AttentionImpl(AttentionImplBase, ABC):
         *,
         output_lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of this step's tokens over the paged cache, written into ``output``.
+        """Compute attention of this step's tokens over the paged cache, into ``output``.
 
         Args:
             layer: scales of the layer.
             query: ``[T, H, D]``.
             key: ``[T, Hk, D]``, read by encoders only; decoders read the cache.
-            value: ``[T, Hk, Dv]``, likewise.
+            value: ``[T, Hk, Dv]``, read by encoders only; decoders read the cache.
             kv_cache: the layer's cache, packed or split; ignored by encoders.
             attn_metadata: the record of this triple's builder; None is a profiling call that
                 fills ``output`` with zeros.
@@ -173,7 +177,7 @@ class AttentionImpl(AttentionImplBase, ABC):
             output_scale: fp32 scalar; ``output`` is then fp8 and holds result / scale.
             output_block_scale: not supported by any kernel here.
             output_lse: ``[T, H]`` fp32 to receive the natural log-sum-exp (sinks included), or
-                None. Ours; vLLM has no such argument.
+                None. This argument is not in vLLM's ``forward``.
 
         Returns:
             ``output``.
@@ -199,7 +203,7 @@ class AttentionImpl(AttentionImplBase, ABC):
         """
 
     def fused_rope_kvcache_supported(self) -> bool:
-        """True when :meth:`do_rope_and_kv_cache_update` may be called."""
+        """Whether :meth:`do_rope_and_kv_cache_update` may be called."""
         return False
 
     def do_rope_and_kv_cache_update(
@@ -234,7 +238,7 @@ class MLAAttentionImpl(AttentionImplBase, ABC):
     """Multi-head latent attention: absorbed decode (MQA) and expanded prefill (MHA)."""
 
     supports_sliding_window: ClassVar[bool] = False
-    """A layer may have a window."""
+    """Whether a layer may have a sliding window."""
 
     def __init__(
         self,
@@ -259,12 +263,12 @@ class MLAAttentionImpl(AttentionImplBase, ABC):
         indexer: Any = None,
         q_pad_num_heads: int | None = None,
     ) -> None:
-        """The ten arguments of every impl, then vLLM's keyword arguments for MLA.
+        """Take the ten arguments of every impl, then vLLM's keyword arguments for MLA.
 
         Args:
-            num_heads: as in :class:`AttentionImplBase`, and so are the other nine.
+            num_heads: query heads H of this rank.
             head_size: ``kv_lora_rank + qk_rope_head_dim``.
-            scale: multiplies q.k.
+            scale: multiplies q.k before the softmax.
             num_kv_heads: 1.
             alibi_slopes: must be None.
             sliding_window: visible keys including the token itself, where the impl supports it.
@@ -282,6 +286,10 @@ class MLAAttentionImpl(AttentionImplBase, ABC):
                 ``weight [H * (P + V), L]``.
             indexer: selects tokens for sparse layers; has ``topk_indices_buffer [max_tokens, K]``.
             q_pad_num_heads: heads to pad the query to, or None.
+
+        Raises:
+            NotImplementedError: an argument that must be None, or another ``attn_type``.
+            ValueError: sizes that do not add up; the message names them.
         """
         super().__init__(
             num_heads,
@@ -327,7 +335,7 @@ class MLAAttentionImpl(AttentionImplBase, ABC):
         self._up_projections: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Split ``kv_b_proj`` into the up-projections of K and V, in ``act_dtype``."""
+        """Split the weight of ``kv_b_proj`` into up-projections of K and V, in ``act_dtype``."""
         weight: torch.Tensor = self.kv_b_proj.weight  # type: ignore[attr-defined]
         self._up_projections = split_kv_b_proj(
             weight.to(act_dtype), self.num_heads, self.qk_nope_head_dim, self.v_head_dim
@@ -335,12 +343,12 @@ class MLAAttentionImpl(AttentionImplBase, ABC):
 
     @property
     def W_UK(self) -> torch.Tensor:  # noqa: N802
-        """``[L, H, P]``, after :meth:`process_weights_after_loading`."""
+        """Up-projection ``[L, H, P]`` of K, after :meth:`process_weights_after_loading`."""
         return self._loaded()[0]
 
     @property
     def W_UV(self) -> torch.Tensor:  # noqa: N802
-        """``[L, H, V]``, after :meth:`process_weights_after_loading`."""
+        """Up-projection ``[L, H, V]`` of V, after :meth:`process_weights_after_loading`."""
         return self._loaded()[1]
 
     def _loaded(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -360,7 +368,9 @@ class MLAAttentionImpl(AttentionImplBase, ABC):
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
     ) -> None:
-        """Expanded prefill: the batch's prefill rows, context from the cache.
+        """Compute the batch's prefill rows over keys and values that are expanded for every head.
+
+        The context comes from the cache.
 
         Args:
             q: ``[T_prefill, H, P + r]``, nope then rope.
@@ -381,7 +391,7 @@ class MLAAttentionImpl(AttentionImplBase, ABC):
         attn_metadata: Any,
         layer: AttentionLayer,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Absorbed decode (and verify) in latent space.
+        """Compute the batch's decode (and verify) rows in latent space, with absorbed queries.
 
         Args:
             q: ``[T_decode, H, L + r]``, or the pair ``[T_decode, H, L]``, ``[T_decode, H, r]``.
@@ -413,11 +423,11 @@ class MLAAttentionImpl(AttentionImplBase, ABC):
             slot_mapping: ``[T]`` int64.
             kv_cache_dtype: a ``CacheDType`` string.
             k_scale: fp32 scalar: real = stored * scale.
-            skip_scale: values are scaled already.
+            skip_scale: True where the values are scaled already.
         """
 
     def fused_rope_kvcache_supported(self) -> bool:
-        """True when :meth:`do_rope_and_kv_cache_update` may be called."""
+        """Whether :meth:`do_rope_and_kv_cache_update` may be called."""
         return False
 
     def do_rope_and_kv_cache_update(
@@ -436,10 +446,11 @@ class MLAAttentionImpl(AttentionImplBase, ABC):
     ) -> None:
         """Rotate queries and keys in place and write this step's latent rows, in one call.
 
-        In place, as engines' own rotation leaves them: ``q_pe`` is a slice of the query that
-        :meth:`forward_mha` takes whole and :meth:`forward_mqa` as half of a pair, and expanded
-        prefill reads ``k_pe`` too. VLLM calls no method of an impl here: its fusion pass calls an
-        operator with these arguments, ``concat_and_cache_mla_rope_fused``.
+        Queries and keys are rotated in place, as by an engine's own rotation, because later calls
+        read them: ``q_pe`` is a slice of the query that :meth:`forward_mha` takes whole and
+        :meth:`forward_mqa` takes as half of a pair, and expanded prefill reads ``k_pe``. No code of
+        vLLM calls this method: its fusion pass calls the operator
+        ``concat_and_cache_mla_rope_fused``, which has these arguments.
 
         Args:
             q_pe: ``[T, H, r]``, in any strides that leave rows dense; rotated in place.
@@ -448,20 +459,21 @@ class MLAAttentionImpl(AttentionImplBase, ABC):
             positions: ``[T]`` integer; a row whose position is outside the table is padding.
             cos_sin_cache: ``[max_position, r]``: cosines, then sines; fp32 or the model's type.
             is_neox: rotate halves (True) or interleaved pairs (False).
-            kv_cache: as in :meth:`do_kv_cache_update`, and so are the others.
-            slot_mapping: likewise.
-            kv_cache_dtype: likewise.
-            k_scale: likewise.
-            skip_scale: likewise.
+            kv_cache: ``[N, block_size, row]``.
+            slot_mapping: ``[T]`` int64.
+            kv_cache_dtype: a ``CacheDType`` string.
+            k_scale: fp32 scalar: real = stored * scale.
+            skip_scale: True where the values are scaled already.
         """
         raise NotImplementedError(f"{type(self).__name__} has no fused RoPE and KV cache write")
 
 
 def check_scale(k_scale: torch.Tensor | None, cache_dtype: CacheDType) -> None:
-    """An fp8 cache of latent rows has its scale beside it.
+    """Check that a per-tensor fp8 cache of latent rows comes with its scale.
 
     Raises:
-        ValueError: it has none, or not one fp32 number; the message names the cache and what came.
+        ValueError: the scale is None, or not one fp32 number; the message names the KV cache dtype
+            and what was given.
     """
     if cache_dtype.quant_mode is not KVQuantMode.FP8_PER_TENSOR:
         return
@@ -473,19 +485,20 @@ def check_scale(k_scale: torch.Tensor | None, cache_dtype: CacheDType) -> None:
 
 
 def is_integer(number: object) -> bool:
-    """It is an ``int``, and none of ``True`` and ``False``."""
+    """Whether ``number`` is an ``int``; ``True`` and ``False`` do not count."""
     return isinstance(number, int) and not isinstance(number, bool)
 
 
 def per_head(
     name: str, values: Sequence[float] | torch.Tensor | None, num_heads: int
 ) -> torch.Tensor | None:
-    """``[H]`` tensor of one number per head; None stays None.
+    """Make a tensor ``[H]`` of one number per head; None stays None.
 
-    A tensor of floats is kept, not copied: weights may be loaded into it later. Lists become fp32.
+    A tensor of floats is kept, not copied, since weights may be loaded into it later. A list
+    becomes fp32.
 
     Raises:
-        ValueError: another length; the message names ``name`` and both lengths.
+        ValueError: the shape is not ``[H]``; the message gives ``name`` and both shapes.
     """
     if values is None:
         return None

@@ -1,4 +1,4 @@
-"""Running small steps so that no kernel is compiled while an engine serves."""
+"""Warm-up: running small steps, so that no kernel is compiled while an engine serves."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import torch
 
 
 def run_compiled(run_steps: Callable[[], None], device: torch.device) -> None:
-    """Run steps, on a GPU after compiling all that they launch side by side.
+    """Run steps; on a GPU, first compile all kernels that they launch, in parallel.
 
     Args:
-        run_steps: runs every step; twice on a GPU, first without launches of the library's own.
-        device: that they run on.
+        run_steps: runs every step. It is called twice on a GPU; the first call only collects the
+            launches of the library's own kernels.
+        device: the device that the steps run on.
     """
     if device.type == "cuda":
         from builders.launch.call import collected_calls, compile_calls

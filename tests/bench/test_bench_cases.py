@@ -35,7 +35,7 @@ PUBLISHED = {
     "pre_sw1k_1x16k": [(0.6037, 441), (4.647, 57)],
     "mix_64dec8k_2kpre": [(1.081, 294), (4.87, 65)],
 }
-"""Milliseconds and GB/s or TFLOP/s that were published for a case, whichever the kernel."""
+"""Milliseconds, and GB/s or TFLOP/s, that were published for a case, for any kernel."""
 
 BY_NAME = {case.name: case for case in CASES}
 
@@ -175,7 +175,7 @@ def test_targets_of_the_hopper_table_are_level_with_the_best():
             assert target == Target(no_slower_than=name.replace("fp8_", ""))
             continue
         assert target.against == HOPPER_PEERS
-        # With their plans where a step's plan weighs; nothing is judged both ways.
+        # Cases in which a plan weighs are measured with their plans; nothing is judged both ways.
         planned = (target.max_planned_ratio_to_best, target.max_ratio_to_best)
         assert planned == ((1.0, None) if case.is_bandwidth_bound else (None, 1.0))
     assert [name for name, case in HOPPER.items() if case.target.max_host_us] == ["pre_1x8k"]
@@ -193,5 +193,5 @@ def test_ragged_batches_span_what_was_asked_for(name):
     assert all(context == 0 or 64 <= context < 8192 for context in contexts)
     assert case.query_lens == HOPPER[f"rag{count}_d64"].query_lens
     assert f"{min(case.query_lens)}..{max(case.query_lens)} new" in case.what
-    # A quarter of them, give or take, is served as short rows.
+    # About a quarter of the requests are served as short queries.
     assert 0 < sum(length <= 16 for length in case.query_lens) < count / 2

@@ -26,7 +26,7 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def the_line(name: str, arguments: list[str], capsys: Any) -> str:
-    """What a command that ends with 2 says, which is one line and nothing else."""
+    """The message of a command that ends with 2; it is one line, and the only output."""
     try:
         code: Any = COMMANDS[name](arguments)
     except SystemExit as left:

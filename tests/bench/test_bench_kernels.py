@@ -199,7 +199,7 @@ def test_plans_of_one_engine_are_built_for_every_number_of_decodes(monkeypatch, 
     for count, lens in built:
         assert len(lens) == count
         assert 1 <= min(lens) <= max(lens) <= 2 * PLAN_LEN
-    # All as far from the next, in no order.
+    # Lengths are equally far apart, in random order.
     assert sorted(built[-1][1]) == [*range(1, 2 * PLAN_LEN, 2 * PLAN_LEN // PLAN_SIZES[-1])]
     assert sorted(built[-1][1]) != built[-1][1]
     assert set(built[-2][1]) == {PLAN_LEN}
@@ -339,8 +339,8 @@ def test_the_hopper_table_times_plans_and_the_host_too(monkeypatch):
     assert result.ours.status is Status.MEASURED, result.ours
     assert result.ours.planned_us > 0
     assert result.host_us > 0
-    # Once for the plain calls, then with every planned call: one to warm up, two in two rounds,
-    # and one whose result is judged.
+    # First the plain calls, then every planned call: one to warm up, two in two rounds, and one
+    # whose result is judged.
     assert len(built) == 1 + 1 + 2 * 2 + 1
     (dense,) = bench_kernels(bench_of("prefill"), quiet).cases
     assert (dense.ours.planned_us, dense.host_us) == (None, None)
@@ -409,7 +409,7 @@ def test_cuda_clock_and_allocation_count():
 
 
 class Recorder:
-    """Stands for a module of another project: keeps what it is called with."""
+    """Stands in for a module of another project, and keeps the arguments of calls."""
 
     KVQuantMode = SimpleNamespace(NONE="none", FP8_PER_TENSOR="fp8")
 
@@ -536,7 +536,7 @@ def test_a_planned_call_plans_anew_with_the_same_arguments():
 def test_cudnn_takes_whole_prompts_by_torch_and_the_rest_from_pages(monkeypatch):
     whole = KernelCase(name="whole", kind="prefill", **SHAPE, query_lens=(9, 9), seq_lens=(9, 9))
     content = make_content(whole, CPU, torch.Generator().manual_seed(0))
-    # Torch's own, on a CPU: the same maths as on cuDNN.
+    # On a CPU, torch's own attention computes what cuDNN would.
     used = []
 
     def chosen(backend):

@@ -95,7 +95,7 @@ def test_the_reference_is_right_and_the_table_has_its_peers() -> None:
 
 
 class Peer:
-    """Stands for a module: its kernels give the expected rows, and note what they were given."""
+    """Stands in for a module: its kernels give the expected rows, and note their arguments."""
 
     def __init__(self, content: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.content, self.calls = content, {}
@@ -186,7 +186,7 @@ def test_expanded_rows_are_attended_by_triton_mla_alone() -> None:
     assert (case.is_expanded, case.is_latent, case.head_size_v) == (True, False, 128)
     tiny = case.replace(num_heads=2, num_kv_heads=2, query_lens=(70, 33), seq_lens=(70, 33))
     content, member = content_of(tiny), AttentionBackendEnum["TRITON_MLA"]
-    # The interpreter multiplies bf16 by its bits.
+    # Triton's interpreter multiplies the bit patterns of bf16.
     halves = {name: getattr(content, name).half() for name in ("query", "key", "value")}
     content = replace(content, **halves)
     layer = make_layer(member, content, torch.Generator().manual_seed(0))

@@ -51,7 +51,7 @@ TINY = tuple(tiny(name) for name in BY_NAME)
 
 @contextmanager
 def emulated(version: str = NEW) -> Iterator[None]:
-    """All backends run here."""
+    """Let all backends run here."""
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         stack.enter_context(flashinfer_mla_emulator.emulated(version))
@@ -62,7 +62,7 @@ def emulated(version: str = NEW) -> Iterator[None]:
 
 @pytest.fixture
 def in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter multiplies bf16 by its bits."""
+    """Use fp16, since Triton's interpreter multiplies the bit patterns of bf16."""
     if not INTERPRETED.value:
         pytest.skip("needs Triton's interpreter")
     for module in (model, inputs, ours):
@@ -140,7 +140,7 @@ def test_without_flashinfer_ours_is_timed_alone() -> None:
     def absent() -> None:
         raise FlashInferUnavailableError("flashinfer is not installed")
 
-    # Undone before the emulator is, which would otherwise come back behind it.
+    # This patch is undone before the emulator's, which would otherwise come back after it.
     with emulated(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("builders.vendor.flashinfer_parts.rope.load_rope", absent)
         lines = list(latent_lines.latent_lines(tiny(ROPE_CASE), BACKENDS, ROUNDS, print))

@@ -52,7 +52,7 @@ def not_measured(name, status=Status.UNAVAILABLE, reason="no such thing"):
 
 
 def result_of(name, ours, peers=None, **fields):
-    """``ours`` is microseconds or a contender; ``peers`` likewise, by name."""
+    """A result; ``ours`` and each of ``peers``, by name, is microseconds or a contender."""
     made = [
         value if isinstance(value, Contender) else measured(peer, value)
         for peer, value in (peers or {}).items()
@@ -94,7 +94,7 @@ def test_a_missing_peer_leaves_the_best_open_and_is_never_met(status):
     if status is not None:
         peers["xqa"] = not_measured("xqa", status)
     assert verdicts(result_of("dec_b8_8k", 50.0, peers))["<= 1.10 x best"] is Verdict.NOT_MEASURED
-    # What is too slow for those that were measured stays too slow.
+    # A time that is too slow against the measured contenders stays too slow.
     assert verdicts(result_of("dec_b8_8k", 110.0, peers))["<= 1.10 x best"] is Verdict.NOT_MET
 
 
@@ -354,7 +354,9 @@ UNSUPPORTED = Status.UNSUPPORTED
 
 
 def hopper_result(name, ours, planned=None, peers=None, **fields):
-    """``peers`` are (forward, with plan) in microseconds, or contenders."""
+    """A result of the Hopper table; ``peers`` are (forward, with plan) in microseconds, or
+    contenders.
+    """
     made = []
     for peer, value in (peers or {}).items():
         if not isinstance(value, Contender):

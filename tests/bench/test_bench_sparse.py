@@ -44,7 +44,7 @@ def tiny(name: str) -> KernelCase:
 
 @pytest.fixture
 def in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter multiplies bf16 by its bits."""
+    """Use fp16, since Triton's interpreter multiplies the bit patterns of bf16."""
     if torch.cuda.is_available() or not INTERPRETED.value:
         pytest.skip("needs Triton's interpreter")
     for module in (model, bench):
@@ -146,7 +146,7 @@ def test_times_are_judged(
 @pytest.mark.parametrize("name", ["dec_656_h16_b1", CONVERSION_CASE, INDEX_CASE])
 def test_wrong_results_are_lines_without_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def off(*given: Any, **named: Any) -> None:
-        """Writes nothing."""
+        """A kernel that writes nothing."""
 
     for function in ("sparse_mla", "convert_blocks", "paged_index_logits"):
         monkeypatch.setattr(bench, function, off)
@@ -161,7 +161,7 @@ def test_wrong_results_are_lines_without_a_time(name: str, monkeypatch: pytest.M
 def test_other_tiles_are_lines_of_their_own() -> None:
     lines = lines_of("dec_656_h16_b1", peers=(TILES,))
     names = {line.backend for line in lines}
-    # Tiles of 32 keys are usual but on Hopper.
+    # Tiles of 32 keys are usual, except on Hopper.
     assert len(names) == 1 + len(FEW.keys() - {"32 keys"})
     assert "SPARSE_MLA, one state, 32 keys" in names
     assert all(line.other == ALONE and not line.is_broken for line in lines), lines

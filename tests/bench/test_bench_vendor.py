@@ -61,7 +61,7 @@ ROUNDS = Rounds(CPU, 2, 2, 0)
 
 @contextmanager
 def emulated(version: str = NEW) -> Iterator[None]:
-    """Both backends run here."""
+    """Let both backends run here."""
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         stack.enter_context(flashinfer_emulator.emulated(version))
@@ -116,7 +116,7 @@ def test_the_direct_call_is_the_forward_s_own(backend: str) -> None:
         output.fill_(float("nan"))
         direct()
         assert torch.equal(output, expected)
-        # Nothing of the record is another's now.
+        # The wrapper that recorded the call is gone: the record has its own wrapper again.
         assert type(getattr(record.decode, "wrapper", None)).__name__ != "_Wrapper"
 
 
@@ -362,7 +362,7 @@ def test_the_table_has_a_row_per_line(tmp_path: Any, monkeypatch: pytest.MonkeyP
     for title in ("A forward beside", "fp8 beside bf16", "A step's build", "Not measured"):
         assert f"## {title}" in text
     assert "needs a CUDA device, not cpu" in text
-    # Rendered again from its data, and merged with itself, it is the same.
+    # A table is the same when it is rendered again from its data, and when merged with itself.
     again = tmp_path / "again.md"
     options = ["--render", "--merge", str(data), "--merge", str(data), "--out", str(again)]
     assert main(["--table", "flashinfer", *options]) == 0

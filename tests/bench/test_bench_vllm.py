@@ -355,7 +355,7 @@ def test_importing_the_benchmark_loads_no_vllm():
 
 
 class TinyLlama(torch.nn.Module):
-    """Parameters named and shaped as vLLM's."""
+    """A model with parameters named and shaped as in vLLM."""
 
     def __init__(self):
         super().__init__()
@@ -417,7 +417,7 @@ def test_a_failure_is_told_by_its_last_error(text, said):
 
 
 def fake_job(job, timeout_s, log):
-    """As measured, but ours fails to answer."""
+    """A job that answers as measured, except that ours fails to answer."""
     if job.kind is Kind.ANSWERS:
         if job.backend == OURS:
             return "exit code 1: ValueError: outputs must vary"
@@ -461,7 +461,7 @@ def test_the_command_writes_tables_and_data_and_tells_a_failure(tmp_path, monkey
     assert main([*arguments, "--backends", FLASH, OURS]) == 1
     assert "exit code 1: ValueError: outputs must vary" in out.read_text()
     assert "CUSTOM: answers, 4 layers" in capsys.readouterr().out
-    # Another backend, put with what is there already.
+    # Another backend is added to what is in the file already.
     assert main([*arguments, "--backends", TRITON, "--merge", str(data)]) == 1
     found = EngineResults.model_validate_json(data.read_text())
     assert [result.backend for result in found.backends] == list(BACKENDS)

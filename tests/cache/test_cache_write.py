@@ -1,4 +1,4 @@
-"""Cache-write kernels, byte by byte against the reference over a poisoned buffer."""
+"""The cache-write kernel, byte by byte against the reference over a poisoned buffer."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from specs.layouts import DenseKVLayout, KVOrder, KVPacking, KVViews
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HARDWARE = converts_float8(DEVICE)
 P, N = 4, 6
-"""Tokens per block, blocks."""
+"""Tokens of a block, and blocks of the cache."""
 SLOTS = (11, 12, -1, 0, 23, 8, 7)
-"""Both sides of a block's end, the first and the last slot, a skipped token."""
+"""Slots on both sides of a block's end, the first and the last slot, and a skipped token."""
 MODEL = [torch.float16, torch.bfloat16, torch.float32]
 CACHES = [
     CacheDType.AUTO,
@@ -43,7 +43,7 @@ CACHES = [
 
 @dataclass(frozen=True)
 class Shape:
-    """What a step writes, and into what."""
+    """The shapes and types of what a step writes, and of the cache that it writes to."""
 
     cache_dtype: CacheDType = CacheDType.AUTO
     dtype: torch.dtype = torch.bfloat16
@@ -90,7 +90,7 @@ class Shape:
 
 
 def scales(heads: int) -> tuple[Tensor, Tensor]:
-    """K's per tensor, V's per head."""
+    """One scale of K for the whole tensor, and one scale of V per head."""
     return torch.tensor(0.03), torch.linspace(0.01, 0.05, heads)
 
 
@@ -101,7 +101,7 @@ def on_device(x: Any) -> Any:
 def expected_bytes(
     shape: Shape, key: Tensor, value: Tensor, slots: Tensor, k_scale: Tensor, v_scale: Tensor
 ) -> Tensor:
-    """What the reference makes of a poisoned buffer."""
+    """The bytes that the reference leaves in a poisoned buffer."""
     buffer = shape.buffer()
     views = shape.views(buffer)
     reference.write_kv(key, value, views, slots, k_scale, v_scale, shape.cache_dtype)
@@ -115,7 +115,7 @@ def check_write(
     value: Tensor | None = None,
     layer_scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Kernel and reference leave the same bytes in the whole buffer, which is returned."""
+    """Check that kernel and reference leave the same bytes in the whole buffer, and return it."""
     made_key, made_value = shape.key_and_value()
     key, value = made_key if key is None else key, made_value if value is None else value
     slots = torch.tensor(SLOTS) if slots is None else slots
@@ -278,13 +278,13 @@ def check_rope(
     slots: tuple[int, ...] = SLOTS,
     num_turned: int | None = None,
 ) -> None:
-    """One launch leaves what the reference's RoPE and write leave.
+    """Check that one launch leaves the same bytes as the reference's RoPE and write.
 
     Args:
         num_turned: rows that are rotated; None is all of ``positions``.
     """
     num_turned = len(positions) if num_turned is None else num_turned
-    # Query and key as an engine's projection leaves them: side by side in one tensor.
+    # An engine's projection leaves query and key side by side in one tensor.
     fused = torch.cat([shape.rows(3, heads=4), shape.rows(1), shape.rows(4)], dim=1)
     fused[len(positions) :] = torch.nan
     before = fused.clone()
@@ -321,7 +321,10 @@ def check_rope(
 def check_turned(
     got: Tensor, expected: Tensor, before: Tensor, rotary_dim: int, num_turned: int
 ) -> None:
-    """Equal where nothing rotates, and elsewhere to what a fused multiply-add may change."""
+    """Check rotated rows: elements that do not rotate are equal, the others nearly so.
+
+    A fused multiply-add may change the last bits of elements that rotate.
+    """
     bits = torch.int32 if got.dtype == torch.float32 else torch.int16
     for part in (got[num_turned:], expected[num_turned:]):
         assert torch.equal(part.view(bits), before[num_turned:].view(bits))
@@ -393,7 +396,7 @@ def test_rows_past_the_positions_stay_and_rows_without_a_slot_rotate(
 def test_a_position_outside_the_table_is_a_padding_rows() -> None:
     positions = (*POSITIONS[:4], 64, -1, 2**40)
     check_rope(Shape(), cos_sin(32), True, positions, SLOTS[:4], num_turned=4)
-    # With a slot all the same, it is written as it came.
+    # A row that has a slot all the same is written to the cache without rotation.
     check_rope(Shape(), cos_sin(32), True, positions, num_turned=4)
 
 
@@ -422,7 +425,7 @@ def test_query_and_key_may_have_different_lengths() -> None:
 
 
 def write_arguments(shape: Shape) -> dict[str, Any]:
-    """Of a plain write."""
+    """The arguments of ``write_kv_call`` for a write without RoPE."""
     key, value = shape.key_and_value()
     k_scale, v_scale = scales(shape.heads)
     return {
@@ -437,13 +440,13 @@ def write_arguments(shape: Shape) -> dict[str, Any]:
 
 
 def call_for(shape: Shape, **changes: Any) -> cache_write.KernelCall:
-    """The launch record of a plain write, with some arguments replaced."""
+    """The launch of a write without RoPE, with some arguments replaced."""
     arguments = write_arguments(shape) | changes
     return cache_write.write_kv_call(**arguments, hardware_e4m3=False)
 
 
 def rope_call_for(shape: Shape, **changes: Any) -> cache_write.KernelCall:
-    """Likewise with RoPE."""
+    """The launch of a write with RoPE, with some arguments replaced."""
     plain = call_for(shape).arguments
     arguments = {
         "query": shape.rows(3, heads=4),
@@ -577,7 +580,7 @@ def test_other_types_are_refused() -> None:
 
 
 def operate(shape: Shape, monkeypatch: pytest.MonkeyPatch, has_kernel: bool | None) -> list[Tensor]:
-    """Query, key and buffers after the fused and the plain operation."""
+    """Query, key and buffers after the fused operation, and after the operations one by one."""
     if has_kernel is not None:
         monkeypatch.setattr(operations, "has_kernel", lambda rows: has_kernel)
     key, value = (x.to(DEVICE) for x in shape.key_and_value())
@@ -647,7 +650,7 @@ def test_writes_alike_share_a_launcher_and_all_others_are_checked_anew(
     ):
         with pytest.raises((ValueError, NotImplementedError), match=said):
             cache_write.write_kv_launch(**(arguments | changes), hardware_e4m3=False)
-    # One row has no stride to a next one that it could be misaligned by.
+    # A single row has no next row, so the stride to it cannot misalign anything.
     one = {name: arguments[name][:1] for name in ("key", "value", "slot_mapping")}
     assert (
         cache_write.write_kv_launch(**(arguments | one), hardware_e4m3=False).launcher

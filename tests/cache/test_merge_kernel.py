@@ -1,4 +1,4 @@
-"""The merge operation, kernel and reference, against the oracle: every row, and nothing else."""
+"""The merge operation against the oracle, by kernel and reference; no other row is touched."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OUTPUT_SCALE = 1 / 32
 
 @dataclass(frozen=True)
 class Shape:
-    """What is merged."""
+    """The shapes and types of the states that are merged."""
 
     states: int = 2
     tokens: int = 5
@@ -63,7 +63,7 @@ def merged(shape: Shape, outs: Tensor, lses: Tensor, **options: Any) -> tuple[Te
 
 
 def check(shape: Shape, outs: Tensor, lses: Tensor) -> None:
-    """Output and LSE are within the budget of the oracle's."""
+    """Check that output and LSE are within the error budget around the oracle's."""
     output, lse = merged(shape, outs, lses)
     real = slice(0, shape.tokens)
     empty = (lses[:, real] == -math.inf)[..., None]
@@ -142,7 +142,7 @@ def test_fp8_output_is_scaled_and_saturates(dtype: torch.dtype) -> None:
     states = list(zip(outs[:, real].float(), lses[:, real], strict=True))
     expected = saturate(reference.merge_states(states)[0] / OUTPUT_SCALE, torch.float8_e4m3fn)
     codes, wanted = (x.contiguous().view(torch.uint8).int() for x in (output[real], expected))
-    # On the border between two codes fp32's last bit decides.
+    # On the border between two codes, the last bit of fp32 decides.
     assert (codes - wanted).abs().max() <= 1
     assert (codes != wanted).float().mean() < 0.01
     assert float(output[0, 0, 0]) == torch.finfo(torch.float8_e4m3fn).max

@@ -1,4 +1,4 @@
-"""The query in e4m3: the kernel gives the bits of the reference, and compiles for every GPU."""
+"""The kernel that casts queries to e4m3: bits of the reference, and compiles for every GPU."""
 
 from __future__ import annotations
 

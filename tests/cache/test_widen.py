@@ -1,4 +1,4 @@
-"""Quantised rows written out as elements of the model, in the interpreter."""
+"""The kernel that dequantises cache rows to the model's type, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_every_live_row_is_widened_exactly(
     generator = torch.Generator().manual_seed(size + block_size)
     bytes_ = storage.view(torch.uint8)
     bytes_.random_(0, 256, generator=generator)
-    # No NaN of e4m3: nothing ever stores one.
+    # The cache holds no e4m3 NaN: no finite value is stored as one.
     bytes_[bytes_ & 0x7F == 0x7F] = 0
     views = split_kv_cache(storage, dense_row_format(size, size, cache, model))
     query_lens, kv_lens = [20, 1, 33, 17], [70, 40, 33, 50]
@@ -63,7 +63,8 @@ def test_every_live_row_is_widened_exactly(
         0 if window is None else max(kv_len - count - (window - 1), 0)
         for count, kv_len in zip(query_lens, kv_lens, strict=True)
     ]
-    # Entries past the last block lead nowhere, nor do those of blocks that a window leaves.
+    # Table entries behind the last block point outside the cache, and so do the entries of blocks
+    # that a window has left.
     table = torch.full((4, 6), 1 << 30, dtype=torch.int32)
     ids = iter(torch.randperm(BLOCKS, generator=generator).tolist())
     for row, kv_len in enumerate(kv_lens):
@@ -99,7 +100,7 @@ def test_every_live_row_is_widened_exactly(
 def _write_pages(
     starts: torch.Tensor, lens: torch.Tensor, pages: WidenedKeys, window: int | None
 ) -> None:
-    """As the builder does, of smaller pages."""
+    """Write the table of pages as the builder does, with smaller pages."""
     with mock.patch.object(widened, "PAGE", PAGE):
         write_widened_pages(starts, lens, pages, 16, window)
 
@@ -122,7 +123,7 @@ def _check(
             for inside in range(PAGE):
                 token, found = page * PAGE + inside, rows[place, :, inside]
                 if place >= used or token >= int(lens[req]):
-                    # Nobody wrote there.
+                    # The kernel must not have written there.
                     assert bool((found == 7.0).all())
                     continue
                 if token < starts_of_keys[req]:
@@ -138,7 +139,8 @@ WIDENED = [variant for variant in HOPPER_VARIANTS if variant.kernel is Kernel.WI
 
 @pytest.mark.parametrize("variant", WIDENED, ids=lambda variant: variant.of)
 def test_every_page_of_the_step_has_a_program(variant: Variant) -> None:
-    """Two requests of 41 keys have a page each: one program too few, and the last page keeps the
-    keys of an earlier step.
+    """Two requests of 41 keys have one page each.
+
+    With one program too few, the last page would keep the keys of an earlier step.
     """
     assert call_of(variant, 90).grid == (2, variant.layer.heads[1])

@@ -11,13 +11,13 @@ from attn.cli.app import app
 from specs.engine import Kernels
 
 TOO_SMALL = "Input should be greater than or equal to"
-# Option of ``attn run`` -> a kernel that it may name.
+# Option of ``attn run`` -> a kernel that it accepts.
 KERNEL_OPTIONS = {
     f"--{family}-{field.replace('_', '-')}-kernel": next(iter(info.annotation)).value
     for family, record in Kernels.model_fields.items()
     for field, info in record.annotation.model_fields.items()
 }
-# Command -> option -> a wrong value and words of the line.
+# Command -> option -> a wrong value, and words of the error line.
 WRONG: dict[str, dict[str, tuple[str, list[str]]]] = {
     "run": {
         "--model": ("llama-4-1b", ["llama-4-1b", "did you mean 'llama-3.2-1b'", "qwen3-8b"]),
@@ -73,12 +73,12 @@ WRONG: dict[str, dict[str, tuple[str, list[str]]]] = {
     },
     "backends": {},
 }
-# What is said of a measurement takes any text.
+# The description of a measurement may be any text.
 ANY_TEXT = {("bench kernels", "--commit")}
 
 
 def commands() -> Iterator[tuple[str, Any]]:
-    """Every command by its words."""
+    """Every command by its words on the command line."""
     for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
         if hasattr(command, "commands"):
             for sub, one in command.commands.items():
@@ -92,7 +92,7 @@ def invoke(*arguments: str) -> Any:
 
 
 def the_line(result: Any) -> str:
-    """What a command that ends with 2 says, which is one line and nothing else."""
+    """The message of a command that ends with 2; it is one line, and the only output."""
     assert result.exit_code == 2, result.output
     assert isinstance(result.exception, SystemExit)
     assert result.stdout == ""

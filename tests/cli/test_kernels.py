@@ -72,7 +72,7 @@ def test_a_named_kernel_asks_for_the_backend_that_has_it() -> None:
     )
     assert asked("sparse", sparse_decode_kernel=SparseKernel.TRITON_SPARSE) == "SPARSE_MLA"
     assert asked("sparse", "NSA", sparse_own_decode_kernel=hopper) == "SPARSE_MLA"
-    # The request says which kernel takes TRTLLM_MLA's rows: others refuse it.
+    # The request names the kernel of TRTLLM_MLA's rows; other backends refuse it.
     assert asked("latent", latent_rows_kernel=MlaKernel.TRITON) is None
 
 

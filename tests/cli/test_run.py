@@ -152,7 +152,7 @@ def test_every_kind_of_model_is_served_within_budget(model, trace, tmp_path, nam
     assert not outcome.interrupted
     assert outcome.finished_requests == 5
     assert outcome.clipped_requests == 1
-    # Each request less one token that is never fed back; the last one is clipped to 150 + 10.
+    # Each request has its tokens less one that is never fed back; the last is clipped to 150 + 10.
     assert outcome.totals.tokens == 129 + 56 + 64 + 37 + 159
     assert outcome.totals.checked_rows >= 3 * outcome.totals.steps
     assert (report / "timeline.png").stat().st_size > 10_000
@@ -214,7 +214,7 @@ def test_ranks_that_do_not_divide_the_heads_are_refused(ranks):
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs the interpreter")
 @pytest.mark.parametrize("ranks", [1, 4, 16])
 def test_ranks_are_served_by_kernels_too(tmp_path, trace, monkeypatch, ranks):
-    """TRITON_MLA's, in Triton's interpreter, as if it served machines without a GPU."""
+    """TRITON_MLA serves ranks in Triton's interpreter, as if it served machines without a GPU."""
     backend = AttentionBackendEnum["TRITON_MLA"].get_class()
     kinds = (*backend.capabilities.device_kinds, DeviceKind.CPU)
     declared = backend.capabilities.replace(device_kinds=kinds)

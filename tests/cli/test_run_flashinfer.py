@@ -1,5 +1,6 @@
-"""``attn run`` with the backends over FlashInfer, on a GPU that is emulated: the path of a real one
-but for the device of the tensors.
+"""``attn run`` with the backends over FlashInfer, on an emulated GPU.
+
+The path is a real one's, except for the device of tensors.
 """
 
 from __future__ import annotations
@@ -189,7 +190,7 @@ def test_fp8_prefills_of_the_old_version_are_refused_with_what_to_install(
 def test_kernels_that_compute_in_fp8_are_judged_as_such(
     model: Any, trace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The budget of such a row is of e4m3's error, that of another backend's is not."""
+    """The budget of such a row includes e4m3's error; another backend's budget does not."""
     budgets: dict[str, list[float]] = {}
     for backend in ("TRTLLM_MHA", "FLASHINFER"):
         found = budgets[backend] = []

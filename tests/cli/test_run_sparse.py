@@ -1,5 +1,6 @@
-"""``attn run`` with SPARSE_MLA, in Triton's interpreter as if it served machines without a GPU: its
-kernels by phase, its rows by name, what it refuses.
+"""``attn run`` with SPARSE_MLA, in Triton's interpreter, as if it served machines without a GPU.
+
+Its kernels are chosen by phase and its rows by name; some choices are refused.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ LAYOUTS = {
     "bf16": "bf16",
     "fp8_nope_fp8_rope": "fp8_nope_fp8_rope",
     "fp8_nope_block_scale_bf16_rope": "fp8_nope_block_scale_bf16_rope",
-    # SGLang's name of it.
+    # SGLang's name of the layout before this one.
     "FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE": "fp8_nope_block_scale_bf16_rope",
 }
 OWN = ["--sparse-prefill-kernel", "triton_sparse", "--sparse-decode-kernel", "triton_sparse"]
@@ -58,7 +59,7 @@ interpreted = pytest.mark.skipif(
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SPARSE_MLA serves machines without a GPU, as TORCH_REF does."""
+    """Let SPARSE_MLA serve machines without a GPU, as TORCH_REF does."""
     backend = AttentionBackendEnum["SPARSE_MLA"].get_class()
     kinds = (*backend.capabilities.device_kinds, DeviceKind.CPU)
     capabilities = backend.capabilities.replace(device_kinds=kinds)
@@ -117,7 +118,7 @@ def test_faults_are_seen(given: list[str], fault: Fault) -> None:
 def test_lists_that_are_not_the_best_are_seen(
     given: list[str], monkeypatch: pytest.MonkeyPatch, shift: int
 ) -> None:
-    """Of as many positions as there should be, one further on or back."""
+    """A list has the right number of positions, but each is shifted by one, on or back."""
     forward = SparseIndexer.forward
 
     def shifted(self: SparseIndexer, inputs: Any) -> torch.Tensor:
@@ -174,7 +175,7 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_work_is_refused_with_the_reason(given: list[str], case: str) -> None:
     arguments, expected = REFUSED[case]
-    # Kernels of others are for rows of DeepSeek's widths.
+    # Vendors' kernels are for rows of DeepSeek's widths.
     given[2] = "deepseek-v3.2"
     result = attn(*given, *arguments)
     assert result.exit_code == 2, result.output
@@ -203,7 +204,7 @@ def test_options_of_sparse_layers_are_for_sparse_layers(given: list[str], tmp_pa
 
 
 def test_a_named_kernel_asks_for_the_triple(given: list[str]) -> None:
-    """Which no machine without a GPU has."""
+    """A named kernel needs the backend that has it, and no machine without a GPU serves that."""
     if torch.cuda.is_available():
         pytest.skip("this machine has one")
     result = attn(*given, *OWN)

@@ -126,7 +126,7 @@ def test_a_replay_with_drafts_is_right(
     model: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The decision is a GPU's, the kernels are the interpreter's, or emulated."""
+    """Choices are those for a GPU, and the interpreter or an emulator runs the kernels."""
     if AttentionBackendEnum[backend].missing():
         pytest.skip("flashinfer is not installed")
     monkeypatch.setattr(Device, "torch_type", property(lambda self: "cpu"))

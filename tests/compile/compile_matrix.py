@@ -45,7 +45,7 @@ RESULTS: Final = ROOT / "docs/benchmarks"
 
 @dataclass(frozen=True)
 class Set:
-    """Variants that are compiled together, and what for."""
+    """Variants that are compiled together, and the purpose of that."""
 
     title: str
     table: Path
@@ -95,45 +95,45 @@ looks for: asynchronous copies, the buffers of its pipeline, products by warp gr
 
 @dataclass(frozen=True)
 class Facts:
-    """What a compile gave."""
+    """The result of one compile."""
 
     error: str = ""
-    """Why it did not compile, in one line."""
+    """Why the variant did not compile, in one line; empty if it did."""
     registers: int = 0
     stack: int = 0
-    """Bytes of the stack frame."""
+    """Bytes of the stack frame of a thread."""
     spills: int = 0
-    """Bytes of spill stores and of spill loads."""
+    """Bytes of spill stores, and bytes of spill loads."""
     serialized: bool = False
-    """``ptxas`` had to order products by warp group that the program left unordered."""
+    """Whether ``ptxas`` had to order products of warp groups that the program left unordered."""
     undefined: int = 0
-    """Reads of uniform registers that some path never wrote, of a kernel in Gluon."""
+    """Reads of uniform registers that some path never wrote; counted for Gluon kernels."""
     overwritten: int = 0
-    """Writes to registers that a product by warp group may still read."""
+    """Writes to registers that a product of a warp group may still read."""
     idle_barriers: int = 0
-    """Barriers that are made and then not used: their place is given to other data."""
+    """Barriers that are made but not used: the compiler gives their place to other data."""
     packed_additions: int = 0
-    """Additions of two 16-bit integers at once: see :func:`packed_additions`."""
+    """Additions of two 16-bit integers at once, which :func:`packed_additions` finds."""
     shared: int = 0
-    """Bytes of shared memory."""
+    """Bytes of shared memory of a program."""
     asynchronous_copies: int = 0
-    """``cp.async`` instructions."""
+    """Number of ``cp.async`` instructions."""
     warp_group_products: int = 0
-    """``wgmma`` instructions."""
+    """Number of ``wgmma`` instructions."""
     wide_stores: int = 0
-    """Stores of 16 bytes of a thread to global memory."""
+    """Number of stores of 16 bytes of a thread to global memory."""
     pipeline: int = 0
-    """Bytes of shared memory that the stages under way need, of a kernel that attends; 0 where it
-    has one stage."""
+    """Bytes of shared memory that the stages in flight of an attending kernel need; 0 for one
+    stage."""
 
 
 def limit_of(target: int) -> int:
-    """Bytes of shared memory that a program can have."""
+    """Bytes of shared memory that one program can have."""
     return DEVICES[target].facts.shared_memory
 
 
 def misses_of(variant: Variant, target: int, facts: Facts) -> list[str]:
-    """What a compile fails to keep."""
+    """Promises that a compile does not keep."""
     if facts.error:
         return [facts.error]
     misses = []
@@ -152,7 +152,7 @@ def misses_of(variant: Variant, target: int, facts: Facts) -> list[str]:
     if facts.packed_additions:
         misses.append(f"{facts.packed_additions} additions of two 16-bit integers at once")
     if variant.kernel.attends:
-        # Copies turn synchronous without a word where a hint of alignment is lost.
+        # Copies silently become synchronous where a hint of alignment is lost.
         if facts.pipeline and not facts.asynchronous_copies:
             misses.append("no asynchronous copies")
         if facts.shared < facts.pipeline:
@@ -162,7 +162,7 @@ def misses_of(variant: Variant, target: int, facts: Facts) -> list[str]:
         *(Kernel.PREFILL, Kernel.MLA_PREFILL),
         *(Kernel.HOPPER_PREFILL, Kernel.HOPPER_MLA, Kernel.HOPPER_SPARSE),
     )
-    # Over e4m3, and where there are few rows, latent attention multiplies by warp.
+    # Latent attention multiplies by warp over e4m3, and where there are few query rows.
     layer = variant.layer
     is_few = layer.heads[0] * (1 + layer.drafts) <= NARROW_ROWS
     by_warp = variant.kernel is Kernel.HOPPER_MLA and (layer.cache.is_quantized or is_few)
@@ -177,7 +177,7 @@ def misses_of(variant: Variant, target: int, facts: Facts) -> list[str]:
 
 
 def read_log(log: str) -> dict[str, Any]:
-    """Registers, stack frame, spills and complaints from what ``ptxas -v`` says."""
+    """Registers, stack frame, spills and complaints, read from the output of ``ptxas -v``."""
     stack, stores, loads = _largest(
         r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log, 3
     )
@@ -200,7 +200,7 @@ def _largest(pattern: str, text: str, groups: int) -> list[int]:
 
 
 class _Device:
-    """A driver for Triton that knows what its device is, and nothing else."""
+    """A driver for Triton that knows its device and nothing else."""
 
     def __init__(self, target: int) -> None:
         from triton.backends.compiler import GPUTarget
@@ -208,7 +208,7 @@ class _Device:
         self.target = GPUTarget("cuda", target, 32)
 
     def get_current_device(self) -> int:
-        # Kernels remember the target of each device.
+        # Kernels remember the target of each device, so every target is a device of its own.
         return int(self.target.arch)
 
     def get_current_stream(self, device: int) -> int:
@@ -219,7 +219,7 @@ class _Device:
 
 
 class Compiler:
-    """Compiles variants in this process, equal ones once."""
+    """Compiles variants in this process; equal variants are compiled once."""
 
     def __init__(self) -> None:
         self._logs: dict[str, str] = {}
@@ -239,7 +239,7 @@ class Compiler:
         return {name: self._facts(call, target) for name, call in calls.items()}
 
     def _compile(self, variant: Variant, target: int) -> Facts:
-        """As a launch on the target would."""
+        """Compile a launch as the target would."""
         try:
             call = call_of(variant, target)
         except Exception as error:
@@ -297,10 +297,11 @@ def _disassembled(cubin: bytes) -> str:
 
 
 def idle_barriers(ttgir: str) -> list[str]:
-    """Names of the mbarriers of a kernel that nothing but their initialisation touches.
+    """Names of a kernel's mbarriers that nothing but their initialisation touches.
 
-    Such a one is dead for the compiler, which keeps other data there. It is still a barrier to the
-    GPU: on an H200 such data changed where another process's context came or went meanwhile.
+    The compiler takes such a barrier for dead and keeps other data in its place. To the GPU it is
+    still a barrier: on an H200 such data changed when another process's context came or went
+    meanwhile.
     """
     lines = [line.split(" loc(")[0] for line in ttgir.splitlines()]
 
@@ -321,17 +322,17 @@ def idle_barriers(ttgir: str) -> list[str]:
 
 
 def packed_additions(ptx: str) -> int:
-    """Additions of two 16-bit integers at once in a kernel's PTX.
+    """Number of additions of two 16-bit integers at once in a kernel's PTX.
 
     LLVM makes them of small numbers, such as the query token that a row of a tile belongs to, where
-    heads are no power of two. Where only the lower sum is used and one addend is a constant,
-    ptxas 12.8 adds 0 in its place: latent attention of 20 heads left out the last key.
+    the number of heads is no power of two. Where only the lower sum is used and one addend is a
+    constant, ptxas 12.8 adds 0 in its place: latent attention of 20 heads left out the last key.
     """
     return len(re.findall(r"\badd\.[su]16x2\b", ptx))
 
 
 def _first_line(error: BaseException) -> str:
-    """The innermost cause, in one line; of the assembler's words its first complaint."""
+    """The innermost cause in one line; for the assembler, its first complaint."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
@@ -345,7 +346,7 @@ ByTarget = dict[int, dict[str, Facts]]
 """Facts by name of the variant, for each target."""
 
 PROCESSES: Final = ((90,), (80, 86, 100, 120))
-"""Targets of the processes that compile for tests side by side; both take about as long."""
+"""Targets of each of the processes that compile for tests side by side; all take about as long."""
 
 
 def printed_by(
@@ -384,7 +385,7 @@ def printed_by(
 def facts_printed_by(
     module: str, arguments: Iterable[object], cache: Path, triton: Path | None = None
 ) -> ByTarget:
-    """:func:`printed_by` a module that prints facts by name for each target."""
+    """The facts, by target and name, that a module prints when :func:`printed_by` runs it."""
     found = printed_by(module, arguments, cache, triton)
     return {
         int(target): {name: Facts(**facts) for name, facts in by_name.items()}
@@ -430,7 +431,7 @@ def facts_of(
 
 
 def install(version: str, folder: Path) -> Path | None:
-    """A folder with that Triton, made when it is not there; None when it is the installed one."""
+    """A folder with a version of Triton, made if missing; None for the installed version."""
     if importlib.metadata.version("triton") == version:
         return None
     target = folder / f"triton-{version}"
@@ -445,7 +446,7 @@ Results = dict[tuple[str, int], dict[str, Facts]]
 
 
 def compile_all(of: str, folder: Path, processes: int) -> Results:
-    """Every variant of a set by every version for every target."""
+    """Facts of every variant of a set, for every version and every target."""
     versions = SETS[of].versions
     folders = {version: install(version, folder) for version in versions}
     columns = [(version, target) for version in versions for target in SETS[of].targets]
@@ -483,7 +484,7 @@ def table_of(results: Results, of: Set = SETS["triton_attn"]) -> str:
 
 
 def main() -> int:
-    """The command; 1 when something is missed."""
+    """The command; returns 1 if a promise is not kept."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--set", nargs="+", choices=SETS, default=[*SETS], help="of variants")
     parser.add_argument("--target", type=int, nargs="+", choices=TARGETS, help="compile here")

@@ -2,10 +2,10 @@
 
     python -m tests.compile.model_calls --major 8 12
 
-prints what those on GPUs of some major compute capabilities take of shared memory, as JSON.
+prints how much shared memory they take on GPUs of some major compute capabilities, as JSON.
 Launches of one size are compiled once, and only until their shared memory is allocated. Sizes that
 the tests of ``tests/compile`` and ``tests/dense/test_hopper.py`` compile to machine code, and
-compare with the same limit, are left to them.
+compare with the same limit, are not compiled here.
 """
 
 from __future__ import annotations
@@ -55,21 +55,21 @@ STEPS: Final = (1, 41)
 SPARSE_ROWS: Final = (1, 4096)
 """Rows of a sparse launch: so few that they are cut into parts, and many."""
 MAJORS: Final = tuple(sorted({number // 10 for number in DEVICES}))
-"""Major compute capabilities. Within one, Triton makes the same of the same launch."""
+"""Major compute capabilities; within one, Triton compiles a launch to the same code."""
 _NO_SIZES: Final = frozenset(
     {
-        # Heads, rows and keys beyond a tile.
+        # Heads, rows and keys past the end of a tile.
         *("HEADS", "NUM_HEADS", "HEAD_LOOPS", "HEAD_TILES", "GROUP", "GROUPS", "TILE_HEADS"),
         *("QUERY_TOKENS", "SLOTS", "BUNDLES", "AREA", "SEGMENT", "SEGMENT_UNIT", "SEGMENTS"),
         *("SPAN", "PARTS", "REQ_STEPS", "FINISH_ROWS", "FINISH_WIDTH"),
-        # Widths that are padded to others, and strides.
+        # Widths that are padded to other widths, and strides.
         *("K_SIZE", "V_SIZE", "BLOCK_SIZE", "RUN", "PACKED", "BLOCK_UNITS", "ROW_UNITS"),
         *("QUERY_TOKEN", "QUERY_HEAD", "OUT_TOKEN", "OUT_HEAD", "LSE_TOKEN"),
         # Features.
         *("CAUSAL", "ALIBI"),
     }
 )
-"""Constants of kernels that are no part of a tile; nor is any flag."""
+"""Constants of kernels that are no part of a tile; flags are no part of it either."""
 
 
 @dataclass(frozen=True)
@@ -85,19 +85,19 @@ class Size:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What became of launches of one size."""
+    """The outcome for the launches of one size."""
 
     kernel: str
     of: tuple[str, ...]
-    """Models and devices that make them."""
+    """Models and devices that make the launches."""
     capabilities: tuple[int, ...]
     """Compute capabilities of these devices."""
     shared: int = 0
-    """Bytes of shared memory; 0 where others compile it."""
+    """Bytes of shared memory; 0 if another test compiles the size."""
     elsewhere: str = ""
-    """A launch of this size that another test compiles, by name; empty where there is none."""
+    """Name of a launch of this size that another test compiles; empty if there is none."""
     error: str = ""
-    """Why it did not compile."""
+    """Why the size did not compile; empty if it did."""
 
 
 def size_of(call: KernelCall) -> Size:
@@ -110,12 +110,12 @@ def size_of(call: KernelCall) -> Size:
     names = ("latent_ptr", "k_desc", "key_ptr", "query_ptr", "out_ptr")
     attended = next(call.arguments[name] for name in names if call.arguments.get(name) is not None)
     dtype = getattr(attended, "dtype", None)
-    # How a cache's bytes are converted counts where there are such: not every GPU has instructions.
+    # How a cache's bytes are converted matters, since not every GPU has instructions for it.
     converts = dtype is not None and not dtype.is_floating_point
     flags, ignored = ({"HARDWARE_E4M3"}, set()) if converts else (set(), {"DECODE"})
     return Size(
         call.kernel.__name__,
-        # The assembler limits registers, when shared memory is allocated.
+        # The assembler limits registers, after shared memory is allocated.
         tuple(sorted((name, x) for name, x in call.options.items() if name != "maxnreg")),
         tuple(
             sorted(
@@ -129,7 +129,7 @@ def size_of(call: KernelCall) -> Size:
 
 
 def features_of(call: KernelCall) -> int:
-    """How many features a launch has: one with more stands for those of its size."""
+    """Number of features of a launch: the launch with the most stands for all of its size."""
     return sum(value is True for value in call.arguments.values())
 
 
@@ -236,7 +236,7 @@ def model_calls(major: int) -> Iterator[tuple[str, int, KernelCall]]:
 
 
 class _AllocatedError(Exception):
-    """The passes up to the allocation of shared memory are listed, in what is its argument."""
+    """Ends a compile after the allocation of shared memory; its argument is the result."""
 
 
 def shared_memory(call: KernelCall, target: int) -> int:
@@ -277,7 +277,7 @@ def tested_calls(target: int) -> Iterator[tuple[str, KernelCall]]:
 
 
 def compiled(major: int) -> list[Compiled]:
-    """One compile for each size of a launch that no other test compiles."""
+    """Compile one launch for each size that no other test compiles."""
     import triton
 
     calls: dict[Size, KernelCall] = {}
@@ -315,7 +315,7 @@ def compiled(major: int) -> list[Compiled]:
 
 
 def main() -> int:
-    """The command."""
+    """The command line of this module."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--major", type=int, nargs="+", required=True, choices=MAJORS)
     majors = parser.parse_args().major

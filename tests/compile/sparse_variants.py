@@ -106,7 +106,7 @@ def index_calls(dtype: torch.dtype, tile: IndexTile, hardware: bool) -> dict[str
 
 
 def chosen(target: int) -> dict[str, KernelCall]:
-    """What a device is given."""
+    """The launches with the tiles that a device is given."""
     device, found = TARGETS[target], {}
     for layout, short in SHORT.items():
         for heads in (8, 20, 128):
@@ -130,7 +130,7 @@ def chosen(target: int) -> dict[str, KernelCall]:
 
 
 def alternatives(target: int) -> dict[str, KernelCall]:
-    """What is to be measured beside it, on Hopper."""
+    """The launches with other tiles, to be measured on Hopper."""
     if target != 90:
         return {}
     device, found = TARGETS[target], {}
@@ -147,7 +147,7 @@ def alternatives(target: int) -> dict[str, KernelCall]:
 
 
 def tested(target: int) -> dict[str, KernelCall]:
-    """Of what a device is given, what every run of the tests compiles."""
+    """The launches that every run of the tests compiles, of all that a device is given."""
     kept = ("8 heads 4096 rows", "128 heads", "logits e4m3", "selection e4m3", "keys e4m3")
     if target != 90:
         kept = ("656 8 heads 4096 rows", "bf16 8 heads 4096 rows", "logits e4m3", "selection e4m3")

@@ -35,7 +35,7 @@ from tests.compile.compile_matrix import Compiler
 from tests.compile.variants import TARGETS
 
 MOST_REQUESTS: Final = 256
-"""Requests of a step, at most, of an engine whose launches are tested."""
+"""Most requests in a step of an engine whose launches are tested."""
 
 _TOKENS, _HEADS, _RANK, _ROPE = 4, 128, 512, 64
 _E4M3 = torch.float8_e4m3fn
@@ -69,7 +69,7 @@ def _row_calls(hardware: bool) -> Iterator[KernelCall]:
     yield clear_call(out, lse, flags)
     for dtype in (torch.bfloat16, _E4M3):
         pages = torch.zeros(3, 2, 64, 8, 128).to(dtype)
-        yield clear_tails_call(pages[:, 0], pages[:, 1], index[None], index[:1]).record
+        yield clear_tails_call(pages[:, 0], pages[:, 1], index[None], index[:1]).call
     for given in (index, None):
         for into in (packed, packed.bfloat16()):
             yield pack_query_call(nope, rope, given, 1.0, into, hardware_e4m3=hardware)

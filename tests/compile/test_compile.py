@@ -41,7 +41,7 @@ ptxas info    : Used 255 registers, used 1 barriers, 32 bytes cumulative stack s
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> ByTarget:
-    """What ``make test`` compiles."""
+    """Facts of the variants that ``make test`` compiles."""
 
     def compiled_for(targets: Sequence[int], cache: Path) -> ByTarget:
         of = ["triton_attn", "triton_mla"]
@@ -54,7 +54,7 @@ def test_variants_are_named_and_few_enough_for_every_run() -> None:
     assert len({variant.name for variant in EVERY}) == len(EVERY)
     assert len(TESTED) <= MOST_COMPILES
     assert {target for _, target in TESTED} == set(TARGETS)
-    # Those for Hopper are compiled by tests of their own.
+    # Hopper kernels are compiled by tests of their own.
     kernels = {kernel for kernel in Kernel if not kernel.is_of_hopper}
     assert {variant.kernel for variant, _ in TESTED} == kernels
     assert sorted(target for targets in PROCESSES for target in targets) == sorted(TARGETS)

@@ -1,6 +1,6 @@
-"""What the bundled models launch fits every NVIDIA GPU that ``attn explain`` knows.
+"""The launches of the bundled models fit every NVIDIA GPU that ``attn explain`` knows.
 
-Shared memory is a property of the compute capability: GPUs of one kind differ in it.
+Shared memory depends on the compute capability: GPUs of one kind differ in it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PROCESSES = ((8,), (9, 10, 12))
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Compiled]]:
-    """By major compute capability."""
+    """Compiled sizes, by major compute capability."""
     folder = tmp_path_factory.mktemp("triton")
 
     def compiled_for(majors: tuple[int, ...]) -> dict[int, list[Compiled]]:
@@ -69,7 +69,7 @@ def test_each_known_gpu_has_its_capability_among_them() -> None:
 def test_a_gpu_of_99_kib_is_given_smaller_tiles_than_another_of_its_kind(
     compiled: dict[int, list[Compiled]],
 ) -> None:
-    """Some tiles of 8.0 do not fit a GPU of 8.6, which is of the same kind."""
+    """Some tiles for 8.0 do not fit a GPU of 8.6, which is of the same kind."""
     room = DEVICES[86].facts.shared_memory
     large = [one for one in compiled[8] if one.shared > room]
     assert {one.kernel for one in large} >= {"prefill_kernel", "mla_decode_kernel"}

@@ -46,8 +46,8 @@ def test_many_heads_are_multiplied_by_warp_group_once(
 ) -> None:
     for name, facts in compiled[90].items():
         if "128 heads" in name and "fold" not in name:
-            # 4 steps of the rotary part, 32 of the latent, 4 x 2 of the values; where every group
-            # computes all scores there are twice as many of the first.
+            # There are 4 steps of the rotary part, 32 of the latent part and 4 x 2 of the values.
+            # If every group computed all scores, there would be twice as many of the first.
             assert 0 < facts.warp_group_products <= 48, name
             assert facts.asynchronous_copies > 0, name
         if "logits" in name:
@@ -57,7 +57,7 @@ def test_many_heads_are_multiplied_by_warp_group_once(
 
 
 def test_keys_of_logits_stay_in_registers(compiled: dict[int, dict[str, Facts]]) -> None:
-    """Of the kernel for Hopper, four of whose programs fit a multiprocessor; queries are shared."""
+    """The Hopper kernel shares queries, and keeps keys in registers; four programs fit an SM."""
     facts = compiled[90]["paged logits e4m3 hopper"]
     assert facts.warp_group_products == 8
     assert facts.shared == 64 * 128 * 2
@@ -67,5 +67,5 @@ def test_keys_of_logits_stay_in_registers(compiled: dict[int, dict[str, Facts]])
 def test_rows_are_copied_ahead(compiled: dict[int, dict[str, Facts]]) -> None:
     facts = compiled[90]["bf16 8 heads 4096 rows"]
     assert facts.asynchronous_copies > 0
-    # Three steps of 32 rows, of which two are under way.
+    # Three steps of 32 rows are held, and two of them are in flight.
     assert facts.shared >= 2 * 32 * 1152

@@ -47,5 +47,5 @@ def test_kernels_that_write_tables_need_little_shared_memory(
     own = {name: facts for name, facts in compiled[target].items() if name.split()[0] == kernel}
     assert own
     for name, facts in own.items():
-        # Sums over the requests go through shared memory, and little else.
+        # Sums over the requests go through shared memory, and little else does.
         assert facts.shared <= 16 << 10, name

@@ -1,7 +1,7 @@
-"""The kernels of TRITON_ATTN in named variants, as data; and their launches for a GPU not present.
+"""The kernels of TRITON_ATTN in named variants, as data, and their launches for a GPU not present.
 
-Launches are those that builder, impl and operations make on CPU tensors while they believe to be on
-the target; they are recorded in place of being made. Nothing here knows a kernel's parameters.
+Builder, impl and operations make the launches on CPU tensors while they believe to be on the
+target. Launches are recorded in place of being made. Nothing here knows a kernel's parameters.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from attn.impls.dense.triton_attn import TritonAttentionImpl
 from attn.impls.latent.triton_mla import TritonMLAImpl
 from attn.kernels.cache.merge import merge_call
 from attn.kernels.cache.write import rope_and_write_kv_call, write_kv_call
+from attn.kernels.dense.hopper_prefill import widened as widened_launch
 from attn.kernels.lang.stored import PTX, PTX_SM89
 from attn.kernels.latent.launcher import LatentLauncher, LatentLayer, LatentTensors
 from attn.kernels.sparse.launcher import sparse_calls
@@ -65,12 +66,12 @@ DEVICES: Final = {
     for device in reversed(KNOWN_DEVICES.values())
     if device.compute_capability is not None
 }
-"""A device of each compute capability that is known: the first one."""
+"""A device of each known compute capability: the first in the list."""
 
 
 @unique
 class Kernel(StrEnum):
-    """What is launched."""
+    """A kernel that is launched."""
 
     DECODE = "decode"
     PREFILL = "prefill"
@@ -94,17 +95,17 @@ class Kernel(StrEnum):
 
     @property
     def decodes(self) -> bool:
-        """It takes rows with few query tokens."""
+        """Whether the kernel takes requests of few query tokens."""
         return self in (Kernel.DECODE, Kernel.HOPPER_DECODE)
 
     @property
     def attends(self) -> bool:
-        """It reads keys and values tile by tile."""
+        """Whether the kernel reads keys and values tile by tile."""
         return self in (Kernel.DECODE, Kernel.PREFILL, Kernel.MLA_DECODE, Kernel.MLA_PREFILL)
 
     @property
     def is_of_hopper(self) -> bool:
-        """It is written for Hopper, or for what is."""
+        """Whether the kernel is written for Hopper, or serves such kernels."""
         return self.startswith("hopper") or self is Kernel.WIDEN
 
 
@@ -113,7 +114,7 @@ class Layer:
     """A layer, its cache and what a step asks of it."""
 
     heads: tuple[int, int, int] = (32, 8, 128)
-    """Query heads, KV heads, head size."""
+    """Query heads, KV heads and head size."""
     head_size_v: int | None = None
     dtype: DType = DType.BFLOAT16
     cache: CacheDType = CacheDType.AUTO
@@ -121,7 +122,7 @@ class Layer:
     order: KVOrder = KVOrder.NHD
     attn_type: AttentionType = AttentionType.DECODER
     causal: bool | None = True
-    """None: a flag per request."""
+    """Whether attention is causal; None: a flag for each request."""
     window: int | None = None
     chunk: int | None = None
     lookback: int = 0
@@ -134,32 +135,32 @@ class Layer:
     rswa: int | None = None
     drafts: int = 0
     reqs: int = 2
-    """Of a step."""
+    """Requests of a step."""
     batch_invariant: bool = False
     per_head_scales: bool = False
     lse: bool = False
     fp8_output: bool = False
     widened: bool = False
-    """Prefills over a quantised cache have it widened first."""
+    """Prefills over a quantised cache dequantise it first."""
     neox: bool = True
     left_to_itself: bool = False
-    """The engine chooses kernels."""
+    """The engine leaves the choice of kernels to the backend."""
     nope: int = 128
-    """Elements of an expanded latent key that are not rotary."""
+    """Columns of an expanded latent key that are not rotary."""
     expanded_v: int = 128
-    """Elements of an expanded latent value."""
+    """Columns of an expanded latent value."""
     target: CacheDType = CacheDType.AUTO
-    """What latent rows are converted to."""
+    """The format that latent rows are converted to."""
     whole: bool = False
-    """A whole cache is converted, not listed rows."""
+    """A whole cache is converted, and not listed rows."""
     snaps: bool = False
     """Block scales become powers of two."""
     index_kind: IndexKind = IndexKind.PAGED
-    """What top-k lists become."""
+    """The kind of index that top-k lists become."""
     counts: bool = False
-    """Their entries come to the front."""
+    """Listed entries come to the front of a list."""
     rows: int = 4096
-    """Of queries with a list each; few are cut into parts."""
+    """Query tokens, each with a list; the lists of few tokens are cut into parts."""
 
     @property
     def v_size(self) -> int:
@@ -201,7 +202,7 @@ class Layer:
             speculative=SpeculativeConfig(num_speculative_tokens=drafts) if drafts else None,
             batch_invariant=self.batch_invariant,
             rswa_window=self.rswa,
-            # Otherwise steps of long rows alone would not show the split-KV kernel's launch.
+            # Otherwise steps of long queries alone would not show the split-KV kernel's launch.
             exact_host_lengths=self.widened,
         )
 
@@ -250,12 +251,12 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """Unique."""
+        """A unique name."""
         return f"{self.kernel.value} {self.of}"
 
 
 def _attending(of: str, *tested: int, speed: bool = False, **fields: Any) -> list[Variant]:
-    """Decode and prefill of one layer; the latter is tested where it is a shape of speed."""
+    """Decode and prefill of one layer; prefill is tested if it is a shape of the speed table."""
     layer = Layer(**fields)
     return [
         Variant(Kernel.DECODE, of, layer, speed, tested),
@@ -332,7 +333,7 @@ VARIANTS: Final = (
     *_attending("not causal window", causal=False, window=128),
     *_attending("sinks lse", sinks=True, lse=True),
     *_attending("fp8 output", fp8_output=True),
-    # Planned for the kernel for Hopper, and left to the plain one by what tensors show.
+    # Planned for the Hopper kernel, and left to the portable kernel because of the tensors.
     _only(_D, "8/1/128 alibi planned", 90, heads=(8, 1, 128), alibi=True, left_to_itself=True),
     _only(_D, "16/8/256 alibi planned", heads=(16, 8, 256), alibi=True, left_to_itself=True),
     _only(_D, "verify 4 alibi planned", drafts=3, alibi=True, left_to_itself=True),
@@ -382,12 +383,12 @@ MLA_VARIANTS: Final = (
         Kernel.MLA_ROPE_WRITE, "128 heads fp8 interleaved", 90, heads=128, cache=_FP8, neox=False
     ),
     _of_latents(Kernel.MLA_PREFILL, "new tokens"),
-    # Over a chunk of context, which is not causal.
+    # Queries attend a chunk of context, which is not causal.
     _of_latents(Kernel.MLA_PREFILL, "context", causal=False),
     _of_latents(Kernel.MLA_PREFILL, "context window", 90, causal=False, window=1024),
     _of_latents(Kernel.MLA_EXPAND, "context", 90, causal=False),
     _of_latents(Kernel.MLA_EXPAND, "context fp8", 90, causal=False, cache=_FP8),
-    # Rows of one format and place to another.
+    # Rows move from one format and place to another.
     _of_latents(Kernel.LATENT_WRITE, "656", 80, 90, speed=True, cache=_DS_MLA),
     _of_latents(
         *(Kernel.LATENT_CONVERT, "576 to 656 whole", 90),
@@ -435,7 +436,7 @@ HOPPER_VARIANTS: Final = (
     _only(_H, "sinks lse", sinks=True, lse=True),
     _only(_H, "fp8 output", fp8_output=True),
     _only(_H, "cross attention", attn_type=_CROSS, causal=False),
-    # Latent attention, expanded: of keys that lie one after another, and of pages.
+    # Latent attention with expanded heads, over dense keys and over pages.
     _only(_H, "16/16/192 values 128", 90, attn_type=_ENCODER, causal=False, **_EXPANDED),
     _only(_H, "16/16/192 values 128 pages", **_EXPANDED, lse=True),
     # Caches of 8 bits.
@@ -493,7 +494,7 @@ HOPPER_VARIANTS: Final = (
     _only(_HD, "blocks of 528", block_size=528),
     _only(_HD, "blocks of 256", block_size=256),
     _only(_HD, "HND", order=KVOrder.HND),
-    # Latent attention: of 16 heads one warp's rows are used, 128 are two tiles.
+    # Latent attention. With 16 heads one warp's rows are used; 128 heads are two tiles.
     _only(_HL, "16 heads", 90, speed=True, heads=(16, 1, 576), block_size=64),
     _only(_HL, "128 heads", 90, speed=True, heads=(128, 1, 576), block_size=64),
     _only(_HL, "64 heads pages of 16", heads=(64, 1, 576)),
@@ -512,7 +513,7 @@ HOPPER_VARIANTS: Final = (
     _of_latents(_HS, "64 heads 656", speed=True, heads=64, cache=_DS_MLA),
     _of_latents(_HS, "128 heads 656 8 rows", heads=128, cache=_DS_MLA, rows=8),
     _of_latents(_HS, "128 heads 656 sinks", heads=128, cache=_DS_MLA, sinks=True),
-    # Few heads. Four to eight words are spilled before and behind the loop over tiles.
+    # Few heads. Four to eight words are spilled before and after the loop over tiles.
     _of_latents(_HS, "16 heads", 90, heads=16),
     _of_latents(_HS, "16 heads 656", 90, heads=16, cache=_DS_MLA),
     _of_latents(_HS, "8 heads 656 16 rows", heads=8, cache=_DS_MLA, rows=16),
@@ -558,12 +559,13 @@ def pretending(target: int) -> Iterator[None]:
         mock.patch.object(builders.latent.triton_mla, "device_facts", return_value=device.facts),
         mock.patch.object(attn.kernels.dense.launcher, "decode_form", return_value=form),
         mock.patch.object(attn.kernels.latent.launcher, "decode_form", return_value=form),
+        mock.patch.object(widened_launch, "decode_form", return_value=form),
     ):
         yield
 
 
 def _batch(layer: Layer, query_len: int, kv_len: int = 41) -> CommonAttentionMetadata:
-    """Equal requests."""
+    """A batch of equal requests."""
     reqs = layer.reqs
     table = torch.ones(reqs, 64, dtype=torch.int32)
     lens = [query_len] * reqs, [kv_len] * reqs
@@ -608,8 +610,8 @@ def attention_calls(
     Args:
         layer: what to attend with.
         query_len: new tokens of each request.
-        prefill: what the engine is configured to.
-        decode: likewise.
+        prefill: the prefill kernel that the engine is configured to.
+        decode: the decode kernel that the engine is configured to.
         query: ``[T, H, D]``; None makes one.
         output_dtype: None is the layer's.
         prefix: tokens that the requests share.
@@ -676,7 +678,7 @@ def _latent_spec(layer: Layer) -> MLAAttentionSpec | SlidingWindowMLASpec:
 
 
 def _expanded_call(layer: Layer, kernel: Kernel, hardware_e4m3: bool) -> KernelCall:
-    """Prefill rows of TRITON_MLA, by expanded heads: the new tokens', or the context's."""
+    """Prefills of TRITON_MLA with expanded heads, over the new tokens or over the context."""
     heads, _, size = layer.heads
     rank, dtype, spec = layer.v_size, layer.dtype.torch, _latent_spec(layer)
     head_size = layer.nope + size - rank
@@ -716,7 +718,7 @@ def _expanded_call(layer: Layer, kernel: Kernel, hardware_e4m3: bool) -> KernelC
 
 
 def _latent_fields(layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[N, P, L]`` and ``[N, P, r]`` of a layer's latent cache."""
+    """The fields ``[N, P, L]`` and ``[N, P, r]`` of a layer's latent cache."""
     stored = layer.dtype if layer.cache.is_quantized else layer.cache.element(layer.dtype)
     rope = layer.heads[2] - layer.v_size
     row = latent_format_of(layer.cache).row(layer.v_size, rope, stored)
@@ -726,7 +728,7 @@ def _latent_fields(layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _hopper_latent_call(layer: Layer, kernel: Kernel) -> KernelCall:
-    """Decode or verify rows of TRITON_MLA, by the kernels for Hopper."""
+    """Decodes or verifies of TRITON_MLA by the Hopper kernels."""
     heads, _, size = layer.heads
     dtype, latent = layer.dtype.torch, size - 64
     spec = MLAAttentionSpec(
@@ -754,12 +756,12 @@ def _hopper_latent_call(layer: Layer, kernel: Kernel) -> KernelCall:
     )
     known = LatentLayer(heads, latent, size - latent, size**-0.5, layer.cache)
     calls = LatentLauncher(known).calls(step, tensors)
-    # The fold is behind what it folds.
+    # The fold comes after the kernel whose states it folds.
     return calls[-1 if kernel is Kernel.HOPPER_MLA_FOLD else 0]
 
 
 def _hopper_sparse_call(layer: Layer) -> KernelCall:
-    """Rows over lists of 2048, in ragged lengths."""
+    """Query tokens with lists of 2048 entries, of different lengths."""
     from attn.kernels.sparse import hopper_launch as sparse_launch
 
     (heads, _, size), rank, rows, topk = layer.heads, layer.v_size, layer.rows, 2048
@@ -824,7 +826,7 @@ def _write_call(layer: Layer, rope: bool, hardware_e4m3: bool) -> KernelCall:
 
 
 def _latent_write_call(layer: Layer, hardware_e4m3: bool) -> KernelCall:
-    """Rotary parts of queries and keys, which lie in wider rows, and rows of a latent cache."""
+    """Rotate queries and keys, which lie in wider rows, and write latent rows to the cache."""
     heads, _, size = layer.heads
     rank, tokens, dtype = layer.v_size, 4, layer.dtype.torch
     latent, rope = (view[:, :, None] for view in _latent_fields(layer))
@@ -845,7 +847,7 @@ def _latent_write_call(layer: Layer, hardware_e4m3: bool) -> KernelCall:
 
 
 def _latent_convert_call(layer: Layer, kernel: Kernel, hardware_e4m3: bool) -> KernelCall:
-    """Rows of a step written, listed rows gathered and converted, or a whole cache converted."""
+    """Write a step's rows, gather and convert listed rows, or convert a whole cache."""
     rank, tokens, dtype = layer.v_size, 64, layer.dtype.torch
     fields, row = _latent_rows(layer, layer.cache)
     slots = torch.arange(tokens)
@@ -870,14 +872,14 @@ def _latent_convert_call(layer: Layer, kernel: Kernel, hardware_e4m3: bool) -> K
 
 
 def _latent_rows(layer: Layer, cache: CacheDType) -> tuple[torch.Tensor, RowFormat]:
-    """``[N, P, row]`` of a latent cache, and what its rows are."""
+    """A latent cache ``[N, P, row]``, and the format of its rows."""
     latent = latent_format_of(cache)
     layout = LatentKVLayout(block_size=layer.block_size, format=latent, model_dtype=layer.dtype)
     return layout.allocate(4), layout.row
 
 
 def _topk_call(layer: Layer) -> KernelCall:
-    """Lists of two rows."""
+    """Lists of two query tokens."""
     ids, lens = torch.zeros(2, 2048, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
     with (
         mock.patch("attn.ops.topk_transform.has_kernel", return_value=True),

@@ -1,6 +1,6 @@
-"""Ranks of decode context parallelism, one after the other on one device, and what they merge to.
+"""Ranks of decode context parallelism, run one after another on one device, and their merge.
 
-Each has a cache of its own tokens, as an engine writes it, and NaN everywhere else.
+Each rank has a cache of its own tokens, as an engine writes it, and NaN everywhere else.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Asks:
 
     causal: bool = True
     sinks: tuple[float, ...] | None = None
-    """One logit per query head."""
+    """One logit for each query head."""
     logits_soft_cap: float | None = None
     head_size: int = SIZE
     head_size_v: int | None = None
     k_scale: tuple[float, ...] = (1.0,)
-    """Per KV head; of V a half of them."""
+    """Scale of K for each KV head; the scales of V are half of these."""
 
     @property
     def v_size(self) -> int:
@@ -112,7 +112,7 @@ class Rank:
         )
         k_scale, v_scale = (scale.to(DEVICE) for scale in asks.scales)
         self.layer = LayerScales(torch.ones((), device=DEVICE), k_scale, v_scale)
-        # NaN where no token lives: nothing else may be read.
+        # NaN stands where no token lives: nothing else may be read.
         self.cache = self.spec.layout().allocate(40, DEVICE, fill_byte=0xFF)
         self.table = (torch.arange(36, dtype=torch.int32).view(4, 9) + 2).to(DEVICE)
 
@@ -120,7 +120,7 @@ class Rank:
         return position // self.stripe.interleave % self.stripe.size == self.stripe.rank
 
     def write(self, row: int, key: Tensor, value: Tensor) -> None:
-        """Every token of a request, as an engine does it: slot -1 for those of other ranks."""
+        """Write every token of a request, as an engine does: other ranks' tokens have slot -1."""
         position = torch.arange(len(key))
         here = self.is_here(position)
         place = (here.cumsum(0) - 1).clamp(min=0)
@@ -132,7 +132,8 @@ class Rank:
         self, query: Tensor, query_lens: tuple[int, ...], seq_lens: tuple[int, ...]
     ) -> tuple[Tensor, Tensor]:
         table = self.table[: len(seq_lens)]
-        # A rank's table has columns for its own tokens alone; lengths are those of all ranks.
+        # A rank's table has columns for its own tokens alone; lengths count the tokens of all
+        # ranks.
         every = table.repeat(1, self.stripe.size)
         batch = CommonAttentionMetadata.from_lengths(query_lens, seq_lens, every, BLOCK)
         batch = batch.replace(block_table_tensor=table)
@@ -158,7 +159,7 @@ def check_ranks(
     asks: Asks = PLAIN,
     **config: Any,
 ) -> list[tuple[Tensor, Tensor]]:
-    """The ranks' states, which merge to what the oracle says of all keys."""
+    """The ranks' states; their merge is the oracle's state over all keys."""
     query_lens, seq_lens = step
     generator = torch.Generator().manual_seed(3)
 

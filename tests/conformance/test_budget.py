@@ -1,4 +1,6 @@
-"""Budgets accept the low precision itself and refuse every seeded fault, on inputs made for it."""
+"""Budgets accept the error of the low precision itself and refuse every seeded fault, on fitting
+inputs.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ class Judged:
         object.__setattr__(self, "low", budgets.low_precision_attention(*one, self.dtype))
 
     def excess(self, out: Tensor) -> float:
-        """Error of ``out``, rounded as a kernel would, in budgets: more than 1 is refused."""
+        """Error of ``out``, rounded as a kernel would, in units of the budget; more than 1 is
+        refused.
+        """
         error = row_errors(out.to(self.dtype), self.state[0]).max().item()
         return error / budget(self.state[0], self.low[0], self.dtype)
 

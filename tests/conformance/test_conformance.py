@@ -34,7 +34,7 @@ def plain(batch: str) -> Case:
 
 
 def stores(backend: type[AttentionBackend], cache: CacheDType) -> bool:
-    """Layers with such a cache are served on this machine, whose FlashInfer may be an old one."""
+    """Whether this machine, whose FlashInfer may be an old one, serves layers with such a cache."""
     make = LatentCase if backend.is_mla() else Case
     dtypes = backend.capabilities.dtypes
     asked = (make(dtype=dtype, cache_dtype=cache).selector_config() for dtype in dtypes)

@@ -1,8 +1,8 @@
-"""Features of a layer two and three at a time: what selection accepts is made, runs and is right.
+"""Features of a layer, two and three at a time: what selection accepts is made, runs and is right.
 
-An *atom* is one thing that a layer asks beyond the plainest one. Of the atoms of a backend every
-pair that selection accepts is in some layer whose forward the oracle judges, and every accepted
-triple in some layer whose triple is made, for each kind of device. Refused pairs are listed.
+An *atom* is one thing that a layer asks beyond the plainest layer. Every pair of a backend's atoms
+that selection accepts is in some layer whose forward the oracle judges. Every accepted triple is in
+some layer that is made for each kind of device. Refused pairs are listed.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ RUNS = [
     ("TRTLLM_MHA", "b200"),
     ("TRTLLM_MLA", "b200"),
 ]
-"""Over Triton's interpreter, or FlashInfer's functions emulated."""
+"""The backends that run here: over Triton's interpreter, or over emulated functions of
+FlashInfer."""
 
 
 # -- Atoms.
@@ -73,7 +74,7 @@ class Atom:
     factor: str
     name: str
     request: dict[str, Any] = field(default_factory=dict)
-    """Fields of the selector's request."""
+    """Fields of the selector's request that the atom sets."""
     feature: dict[str, Any] = field(default_factory=dict)
     case: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
@@ -138,7 +139,7 @@ def dtype_atoms(backend: type[AttentionBackend]) -> Iterator[Atom]:
 
 
 def head_atoms(backend: type[AttentionBackend]) -> Iterator[Atom]:
-    """Another head size, an odd one where there are such, and values of another size."""
+    """Atoms of head sizes: another size, an odd size if one exists, and values of another size."""
     size = plain_heads(backend).head_size
     sizes = (33, 40, 48, 128)
     for other in [one for one in sizes if one in backend.capabilities.head_sizes][:2]:
@@ -168,11 +169,13 @@ def plain_heads(backend: type[AttentionBackend]) -> Heads:
 
 
 def plain_row(backend: type[AttentionBackend]) -> dict[str, int]:
-    """The narrowest row with every cache; the interpreter's time is width."""
+    """The sizes of the narrowest row that every cache can store; wide rows take the interpreter
+    long.
+    """
     caches = backend.capabilities.kv_cache_dtypes
     wanted = ROW_SIZES[1:] if CacheDType.FP8_DS_MLA in caches else ROW_SIZES
     rows = [row for row in wanted if sum(row) in backend.capabilities.head_sizes]
-    # Rows of e4m3 have one width in FlashInfer's kernels.
+    # FlashInfer's kernels read e4m3 rows of one width only.
     rank, rope = rows[-1] if "flashinfer" in needed(backend) else rows[0]
     return {"rank": rank, "rope_size": rope}
 
@@ -185,7 +188,7 @@ def needed(backend: type[AttentionBackend]) -> tuple[str, ...]:
 @cache
 def atoms_of(backend: type[AttentionBackend]) -> tuple[Atom, ...]:
     if backend is MIXED:
-        # Types and sizes are its members'.
+        # A MIXED backend's types and sizes are those of its members.
         return (*MASKS, *SETTINGS, *ROLES)
     own = [*MASKS, *SETTINGS, *ROLES, *cache_atoms(backend), *dtype_atoms(backend)]
     if not backend.is_mla():
@@ -194,7 +197,7 @@ def atoms_of(backend: type[AttentionBackend]) -> tuple[Atom, ...]:
 
 
 def request_of(backend: type[AttentionBackend], layer: Iterable[Atom]) -> AttentionSelectorConfig:
-    """What a layer asks of selection."""
+    """The selector's request of a layer."""
     is_mla, row = backend.is_mla(), plain_row(backend) if backend.is_mla() else {}
     values: dict[str, Any] = {
         "head_size": sum(row.values()) if is_mla else plain_heads(backend).head_size,
@@ -226,12 +229,12 @@ def excludes(layer: Iterable[Atom]) -> bool:
 
 
 def combined(atoms: Iterable[Atom], count: int) -> Iterator[Layer]:
-    """Every so many atoms that do not exclude each other."""
+    """Combinations of so many atoms that do not exclude each other."""
     return (frozenset(some) for some in combinations(atoms, count) if not excludes(some))
 
 
 def covering(atoms: Iterable[Atom], accepts: Accepts, strength: int) -> list[Layer]:
-    """Accepted layers among which every accepted combination of up to ``strength`` atoms is."""
+    """Accepted layers that together have every accepted combination of up to ``strength`` atoms."""
     dice, found = random.Random(strength), []
     served = [atom for atom in atoms if accepts([atom])]
     wanted = {
@@ -259,7 +262,7 @@ DEVICES = [
     KNOWN_DEVICES[name]
     for name in ("cpu", "a100", "l40s", "h200", "b200", "rtx-pro-6000", "mi300x")
 ]
-"""One of each kind."""
+"""One device of each kind."""
 
 
 @contextmanager
@@ -293,12 +296,14 @@ def backend_of(name: str) -> type[AttentionBackend]:
 
 
 def serves(backend: type[AttentionBackend], device: Device) -> bool:
-    """The plainest layer is served there."""
+    """Whether the device serves the backend's plainest layer."""
     return backend.supports_device(device) and not reasons(backend, device, ())
 
 
 def runs_here(backend: type[AttentionBackend], atom: Atom) -> bool:
-    """The interpreter multiplies no bf16, and takes long for wide rows."""
+    """Whether the layer runs here: the interpreter multiplies no bf16, and takes long for wide
+    rows.
+    """
     if backend is MIXED or not is_interpreted(backend):
         return True
     return atom.request.get("dtype") is not DType.BFLOAT16 and atom.case.get("rank", 0) <= 128
@@ -308,7 +313,7 @@ def runs_here(backend: type[AttentionBackend], atom: Atom) -> bool:
 
 ONE = BatchSpec("one", (1,), (1,))
 STEPS = {
-    # Host and device may disagree on which of the first two rows has which tokens.
+    # Host and device may disagree about which of the first two requests has which tokens.
     AttentionType.DECODER: BatchSpec(
         "pairs", (1, 3, 1, 20), (47, 36, 5, 29), num_speculative_tokens=3
     ),
@@ -330,7 +335,7 @@ def merged(layer: Layer, what: str) -> dict[str, Any]:
 def dense_case(backend: type[AttentionBackend], layer: Layer, batch: BatchSpec | None) -> Case:
     asked, axes = merged(layer, "feature"), merged(layer, "case")
     if {"sliding_window", "attention_chunk_size"} <= set(asked):
-        # A layer has both where one is a spelling of the other.
+        # A layer has both a window and a chunk where one is a spelling of the other.
         chunk = asked.pop("attention_chunk_size")
         asked |= {"sliding_window": chunk, "chunk_lookback": 0, "window_is_chunk": True}
     feature = Feature("+".join(sorted(atom.name for atom in layer)), **asked)
@@ -356,7 +361,8 @@ def trial_of(
 ) -> DenseTrial | LatentTrial:
     trial: DenseTrial | LatentTrial
     if backend.is_mla():
-        # Prefill of FlashInfer's backends is TRITON_MLA's, slow in the interpreter at their widths.
+        # FlashInfer's latent backends prefill with TRITON_MLA, which the interpreter runs slowly at
+        # their widths.
         step = DECODES if "flashinfer" in needed(backend) else LATENT
         trial = LatentTrial(backend, latent_case(backend, layer, batch or step), CPU)
     else:
@@ -367,7 +373,7 @@ def trial_of(
 
 
 def step_of(trial: DenseTrial | LatentTrial) -> Any:
-    """The record of the trial's step, whose host lengths are wrong where they may be."""
+    """The record of the trial's step; its lengths on the host are wrong where they may be."""
     batch, config = trial.inputs.batch, trial.config
     if not config.exact_host_lengths and trial.has_cache:
         starts = batch.query_start_loc_cpu.clone()
@@ -377,7 +383,7 @@ def step_of(trial: DenseTrial | LatentTrial) -> Any:
 
 
 def findings(backend: type[AttentionBackend], layer: Layer) -> dict[str, list[str]]:
-    """What is wrong with one forward."""
+    """The errors of one forward."""
     trial = trial_of(backend, layer, None)
     trial.write()
     record, kept = step_of(trial), trial.buffer.clone()
@@ -391,7 +397,7 @@ def findings(backend: type[AttentionBackend], layer: Layer) -> dict[str, list[st
 
 
 def check_shared(layer: Layer) -> None:
-    """A decoder's keys on two ranks."""
+    """Check a decoder whose keys are on two ranks."""
     feature, axes = merged(layer, "feature"), merged(layer, "case")
     heads = axes.get("heads", Heads(4, 2, 32))
     asks = Asks(
@@ -433,7 +439,7 @@ def test_accepted_pairs_run_and_are_right(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_accepted_triples_are_made_for_every_kind_of_device(name: str) -> None:
-    """The impl, and the builder of its group; on Hopper with the kernels in Gluon planned too.
+    """The impl is made, and the builder of its group; on Hopper the Gluon kernels are planned too.
 
     What needs no package is made for one device: it is the same for all.
     """
@@ -466,9 +472,9 @@ REFUSED = {
     *pairs_of("rswa", "non_causal", *ENCODERS),
     *pairs_of("encoder_decoder", "window", "chunks", "alibi", "alibi_sqrt", "ranges", "rswa"),
 }
-"""By name, for backends that have both features singly."""
+"""Refused pairs by name, for backends that have both features alone."""
 OF_TYPES = ("cache", "dtype", "heads")
-"""Factors whose pairs are a backend's own."""
+"""Factors whose pairs depend on the backend's own types."""
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -487,7 +493,7 @@ def test_pairs_are_refused_for_reasons_that_hold_everywhere_or_are_of_types(name
 
 
 def said(**asked: Any) -> list[str]:
-    """Reasons of TRITON_ATTN on an H200."""
+    """Reasons that TRITON_ATTN gives on an H200."""
     request = AttentionSelectorConfig(**{"head_size": 64, "dtype": DType.BFLOAT16, **asked})
     fields = {name: getattr(request, name) for name in type(request).model_fields}
     return TritonAttentionBackend.validate_configuration(**fields, device_capability="9.0")
@@ -530,7 +536,7 @@ def test_values_of_another_size_are_refused_where_kernels_have_none(name: str) -
     assert found == ["head_size_v other than head_size not supported"]
 
 
-# -- What only a layer's own arguments, or a batch, say.
+# -- What depends on a layer's own arguments, or on a batch.
 
 BOTH = pytest.mark.parametrize("backend", [TorchRefBackend, TritonAttentionBackend])
 
@@ -552,7 +558,7 @@ def test_chunks_are_of_decoders(backend: Any, kind: AttentionType) -> None:
 
 
 def step_with(backend: type[AttentionBackend], *names: str, **fields: Any) -> None:
-    """Build and run a step of a layer with atoms of those names."""
+    """Build and run a step of a layer with the named atoms."""
     layer = frozenset(atom for atom in atoms_of(backend) if atom.name in names)
     trial = trial_of(backend, layer, BatchSpec("two", (1, 1), (30, 47)))
     batch = trial.inputs.batch.replace(**fields)
@@ -589,7 +595,7 @@ def test_a_group_of_chunks_has_no_prefixes(backend: Any) -> None:
 
 
 def test_ranges_stay_with_their_requests_in_a_mix() -> None:
-    """The requests behind the decodes are counted from 0 in their part of the batch."""
+    """Requests after the decodes are counted from 0 in their part of the batch."""
     ranges = next(atom for atom in MASKS if atom.name == "ranges")
     assert findings(MIXED, frozenset([ranges])) == {}
 

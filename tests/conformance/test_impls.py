@@ -297,7 +297,7 @@ def test_output_quantisation_is_offered_for_static_fp8_per_tensor_only(
     backend: type[AttentionBackend],
 ) -> None:
     def key(dtype: torch.dtype, static: bool, per_tensor: bool) -> Any:
-        """As vLLM's ``QuantKey``."""
+        """A key like vLLM's ``QuantKey``."""
         group = SimpleNamespace(is_per_tensor=lambda: per_tensor)
         return SimpleNamespace(dtype=dtype, scale=SimpleNamespace(static=static, group_shape=group))
 
@@ -363,7 +363,7 @@ def test_skip_scale_writes_values_as_they_are(backend: type[AttentionBackend]) -
 
 
 def prefill_of(trial: LatentTrial, output: torch.Tensor, *output_scale: torch.Tensor) -> None:
-    """``forward_mha`` of a step's prefill rows, into the rows of ``output``."""
+    """Run ``forward_mha`` on a step's prefill rows; it writes their rows of ``output``."""
     record, inputs = trial.build(trial.builder()), trial.inputs
     assert inputs.key is not None
     rows = slice(record.num_decode_tokens, trial.batch_spec.num_tokens)
@@ -408,7 +408,7 @@ def test_fp8_output_of_a_latent_prefill_is_the_plain_one_rounded(
     prefill_of(trial, plain)
     scale = torch.tensor(OUTPUT_SCALE, device=trial.device)
     if getattr(trial.build(trial.builder()), "ragged", None) is not None:
-        # vLLM asks fused_output_quant_supported first.
+        # vLLM asks ``fused_output_quant_supported`` first.
         with pytest.raises(NotImplementedError, match="output_scale: trtllm-gen"):
             prefill_of(trial, narrow, scale)
         return

@@ -1,4 +1,4 @@
-"""The judge judged: tiny cases worked out with python floats, and torch's own attention."""
+"""Tests of the oracle: tiny cases worked out with python floats, and torch's own attention."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ SCORES = (1.0, -1.0, 0.5)
 
 
 def column(*numbers: float) -> Tensor:
-    """[len(numbers), 1, 1]: one head of size one."""
+    """A tensor ``[len(numbers), 1, 1]``: one head of size one."""
     return torch.tensor(numbers, dtype=torch.float64)[:, None, None]
 
 
 def by_hand(scores: list[float], values: list[float], sink: float = -math.inf) -> State:
-    """The state [1, 1, 1], [1, 1] of one row, in plain floats."""
+    """The state ``[1, 1, 1]``, ``[1, 1]`` of one query token, in plain floats."""
     total = sum(math.exp(s) for s in scores) + math.exp(sink)
     out = sum(math.exp(s) * v for s, v in zip(scores, values, strict=True)) / total
     return column(out), torch.tensor([[math.log(total)]], dtype=torch.float64)
@@ -198,7 +198,7 @@ def any_rules(draw: st.DrawFn) -> Rules:
 
 
 def seen_as_sets(q: int, n: int, rules: Rules) -> set[int]:
-    """The same definitions as unions and intersections of ranges of python ints."""
+    """Keys that query ``q`` of ``n`` sees, by unions and intersections of integer ranges."""
     end = q + 1 if rules.causal else n
     window, keys = rules.sliding_window, set(range(end))
     if rules.rswa_window is not None and rules.rswa_prefix_len is not None:
@@ -257,7 +257,7 @@ def test_merge_of_parts_equals_the_whole(window: int | None, cuts: tuple[int, ..
     whole = Rules(0.5, sliding_window=window, sinks=sinks)
     states = []
     for start, end in zip((0, *cuts), (*cuts, 12), strict=True):
-        # Keys from ``start`` on count from 0, so the queries move back by as much.
+        # Keys from ``start`` on are counted from 0, so the queries move back by ``start``.
         part = Rules(0.5, sliding_window=window)
         states.append(oracle.attention(q, k[start:end], v[start:end], first - start, part))
     sink_state = torch.zeros(6, 4, 3).double(), sinks.expand(6, 4)

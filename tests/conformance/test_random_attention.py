@@ -1,4 +1,6 @@
-"""Random layers over random batches against the oracle; static parts few, so that compiling is."""
+"""Random layers over random batches, against the oracle; few constants vary, so that few kernels
+compile.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from specs.layouts import KVOrder, KVPacking
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SEED = int(os.environ.get("ATTN_TEST_SEED", "0"))
-"""Of the layers and of the batches; another one is another test."""
+"""Seed of the layers and of the batches; another seed is another test."""
 MOST_LAYERS = 60
 SHARDS = 12
 BLOCK_SIZES = (16, 32, 48, 64, 528)
@@ -38,7 +40,9 @@ def anything(_: Case) -> bool:
 
 
 def layers(count: int, wanted: Callable[[Case], bool] = anything) -> list[Case]:
-    """What kernels are compiled for, from the seed: layers over caches, without their batches."""
+    """Random layers over caches, from the seed, without their batches: what kernels are compiled
+    for.
+    """
     dice, found = random.Random(SEED), []
     caches = TritonAttentionBackend.capabilities.kv_cache_dtypes
     while len(found) < count:
@@ -72,7 +76,7 @@ LARGE, SMALL = Sizes(7, 70, 20_000, 400), Sizes(3, 20, 150, 60)
 
 @st.composite
 def batch_specs(draw: st.DrawFn, kind: AttentionType, sizes: Sizes) -> BatchSpec:
-    """Lengths of a step that such a layer can meet, and a name that its values are drawn from."""
+    """Lengths of a step that such a layer can meet, and a name from which values are drawn."""
     name = f"random{draw(st.integers(0, 10**9))}"
     padding = {
         "num_padding_tokens": draw(st.integers(0, 3)),
@@ -97,7 +101,7 @@ def batch_specs(draw: st.DrawFn, kind: AttentionType, sizes: Sizes) -> BatchSpec
 
 
 def findings(case: Case) -> dict[str, list[str]]:
-    """What is wrong with one forward."""
+    """The errors of one forward."""
     trial = DenseTrial(TritonAttentionBackend, case, DEVICE)
     trial.write()
     record = trial.build(trial.builder())
@@ -133,7 +137,7 @@ def check_random(cases: list[Case], sizes: Sizes, examples: int, shard: int = 0)
         try:
             found = findings(case)
         except UselessBudgetError:
-            # Values that a 4-bit cache cannot hold: nothing to learn from them.
+            # A 4-bit cache cannot hold these values, so nothing is learnt from them.
             reject()
         assert found == {}, str(case)
 
@@ -141,7 +145,7 @@ def check_random(cases: list[Case], sizes: Sizes, examples: int, shard: int = 0)
 
 
 def tiny(case: Case) -> Case:
-    """A step that takes both kernels, to compile them."""
+    """A small step that takes both kernels, so that they are compiled."""
     kind = case.feature.attn_type
     if kind is AttentionType.ENCODER_DECODER:
         return replace(case, batch=BATCHES["cross_prefill"])
@@ -152,7 +156,7 @@ def tiny(case: Case) -> Case:
 @pytest.mark.gpu
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_600_random_steps_of_random_layers_are_right(shard: int) -> None:
-    """In parts, which can run side by side: the oracle takes most of the time."""
+    """The steps are in parts that can run side by side: the oracle takes most of the time."""
     cases = layers(MOST_LAYERS)[shard::SHARDS]
     with ThreadPoolExecutor(2) as pool:
         assert [found for found in pool.map(findings, map(tiny, cases)) if found] == []

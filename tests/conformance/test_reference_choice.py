@@ -40,7 +40,7 @@ every_reference = pytest.mark.parametrize("name", LEFT)
 
 
 def candidates(report: SelectionReport) -> dict[str, Any]:
-    """Verdict and reasons by name."""
+    """Verdict and reasons of each backend, by its name."""
     return {item.name: (item.verdict, item.reasons) for item in report.candidates}
 
 

@@ -1,4 +1,4 @@
-"""Which cases the kernels for Hopper serve."""
+"""Which cases of the conformance suite the Hopper kernels serve."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from specs.devices import DeviceKind
 
 
 def is_served(case: Case) -> bool:
-    """The layer's geometry and what it asks are the prefill kernel's."""
+    """Whether the Hopper prefill kernel serves the layer of a case."""
     if case.feature.num_shared_blocks:
-        # A shared prefix goes through the plain kernel, whatever is asked for.
+        # A step with a shared prefix always runs on the portable kernel.
         return False
     pages = case.block_size if case.feature.attn_type.is_cached else 0
     tile = hopper_tile(_shape(case), DeviceKind.SM90, pages, _asks(case))
@@ -28,7 +28,7 @@ def is_served(case: Case) -> bool:
 
 
 def is_decoded(case: Case) -> bool:
-    """The same of the split-KV kernel; the drafts of the case's batch count."""
+    """Whether the Hopper split-KV kernel serves the layer and the drafts of a case."""
     if not case.feature.attn_type.is_cached:
         return False
     tokens = 1 + (case.batch.num_speculative_tokens or 0)
@@ -37,7 +37,7 @@ def is_decoded(case: Case) -> bool:
 
 
 def is_latent_served(case: LatentCase) -> bool:
-    """The same of the latent attention kernel; of its steps it takes the short rows."""
+    """Whether a Hopper latent kernel serves a case's layer; it runs the short rows of steps."""
     element, rank = case.cache_dtype.element(case.dtype), case.rank
     bits = 8 * element.itemsize
     shape = DenseShape(case.num_heads, 1, rank + case.rope_size, rank, case.dtype.itemsize, bits)

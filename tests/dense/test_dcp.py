@@ -65,12 +65,12 @@ def test_every_cache_can_be_shared(dtype: DType, cache_dtype: CacheDType) -> Non
 @pytest.mark.parametrize(("ranks", "interleave"), [(2, 1), (3, 16)])
 @pytest.mark.parametrize("name", STEPS)
 def test_a_sink_is_counted_once_whatever_the_ranks(name: str, ranks: int, interleave: int) -> None:
-    """Some rows of the second step have keys on rank 0 alone, which counts the sink."""
+    """Rank 0 counts the sink: some rows of the second step have keys on rank 0 only."""
     check_ranks([Stripe(ranks, rank, interleave) for rank in range(ranks)], STEPS[name], asks=SINKS)
 
 
 def test_a_sink_outweighs_all_keys_on_one_rank_only() -> None:
-    """Lengths 40 and 70: counted on each of two ranks, such sinks halve the output once more."""
+    """With lengths 40 and 70, sinks counted on both ranks would halve the output once more."""
     stripes = [Stripe(2, rank, 1) for rank in range(2)]
     states = check_ranks(stripes, ((1, 1), (40, 70)), asks=Asks(sinks=(9.0, 9.0, 9.0, 9.0)))
     with_sinks, without = (lse for _, lse in states)
@@ -79,7 +79,7 @@ def test_a_sink_outweighs_all_keys_on_one_rank_only() -> None:
 
 
 def test_a_layer_without_log_sum_exps_counts_sinks_by_rank_again_and_again() -> None:
-    """The launch that is made again for later steps gives what the first one gave."""
+    """Later steps, which launch a kept variant, give the results of the first step."""
     rank = Rank(Stripe(2, 1, 1), DType.FLOAT32, CacheDType.AUTO, SINKS)
     plain = Rank(Stripe(2, 1, 1), DType.FLOAT32, CacheDType.AUTO)
     generator = torch.Generator().manual_seed(5)
@@ -159,7 +159,7 @@ FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=SIZE)
     ],
 )
 def test_a_group_that_ranks_do_not_share_is_refused(kind: Callable[..., AnyKVCacheSpec]) -> None:
-    """Its ranks would keep keys that nobody merges, or miss those that were not written."""
+    """Ranks would keep keys that nobody merges, or would miss keys that were never written."""
     spec = kind(block_size=BLOCK, num_kv_heads=1, head_size=SIZE)
     with pytest.raises(ValueError, match=r"FullAttentionSpec with .*_size 2, got [A-Z]\w+: the"):
         builder_of(spec)

@@ -1,4 +1,4 @@
-"""The prefill kernel for Hopper without one: what it refuses, its plan, its compiles."""
+"""The Hopper prefill kernel, tested without a GPU: refusals, its plan, and that it compiles."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_variant_compiles_without_spills(compiled: ByTarget, variant: Variant)
     "name", ["hopper_sparse 128 heads", "hopper_sparse 128 heads 656", "hopper_mla 128 heads"]
 )
 def test_rows_of_many_heads_are_written_in_wide_stores(compiled: ByTarget, name: str) -> None:
-    """Of each warp group's 64 by 256 results a thread has 128, eight to a store."""
+    """A thread has 128 of a warp group's 64 by 256 results, and stores eight at a time."""
     assert compiled[90][name].wide_stores == 2 * 128 // 8
 
 
@@ -109,7 +109,7 @@ def test_boxes_of_a_tile_are_whole(by_13: bool, monkeypatch: pytest.MonkeyPatch)
         assert tile.width >= head_size
         is_narrow = tile.width == 64 and bits == 16
         assert tile.warp_groups == (3 if is_narrow and not by_13 else 2)
-        # Keys, values and queries under way, beside barriers and the output on its way out.
+        # Shared memory holds keys, values and queries, and beside them barriers and the output.
         rows = 2 * tile.num_stages * tile.kv_tile + tile.query_stages * 64 * tile.warp_groups
         room = (215 if tile.width > 64 else 224) * 1024
         assert rows * tile.width * 2 <= room
@@ -141,7 +141,7 @@ def kernels_of(
     wanted: PrefillKernel = PrefillKernel.AUTO,
     **given: Any,
 ) -> set[str]:
-    """Names of the kernels that take two requests of 41 new tokens on a device that runs Gluon."""
+    """The kernels launched for two requests of 41 new tokens, on a device that runs Gluon."""
     monkeypatch.setattr(builders.dense.triton_attn, "runs_gluon", lambda device: True)
     calls = attention_calls(layer, 41, wanted, **given)
     return {call.kernel.__name__ for call in calls}
@@ -207,7 +207,7 @@ def test_it_takes_what_has_no_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_launcher_chooses_anew_for_other_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One layer's launcher gets outputs of both kinds, and queries of both alignments."""
+    """The launcher of one layer is given outputs of both dtypes and queries of both alignments."""
     monkeypatch.setattr(builders.dense.triton_attn, "runs_gluon", lambda device: True)
     layer, made = Layer(), Layer().impl()
     monkeypatch.setattr(Layer, "impl", lambda self: made)
@@ -231,7 +231,7 @@ def test_batch_invariance_keeps_every_row_with_one_kernel(monkeypatch: pytest.Mo
 
 
 def test_a_plan_for_another_shape_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The builder's spec says other heads than the layer has: five of a group, not four."""
+    """The builder's spec has five query heads per KV head, but the layer has four."""
     spec = Layer(heads=(40, 8, 128)).spec()
     for wanted in (PrefillKernel.AUTO, PrefillKernel.HOPPER):
         monkeypatch.setattr(builders.dense.triton_attn, "runs_gluon", lambda device: True)
@@ -328,7 +328,7 @@ def test_its_tiles_are_counted_beside_the_others() -> None:
     plan = builder.build(0, batch).prefill
     assert plan is not None
     assert plan.hopper is not None
-    # Tiles of 128 rows: 32 tokens of 4 query heads. Short queries go to the other kernel.
+    # A tile of 128 rows holds 32 tokens of 4 query heads. Short queries go to the split-KV kernel.
     assert plan.hopper.query_tile == 32
     assert plan.hopper.tile_starts.tolist() == [0, 2, 2, 4, 4]
 

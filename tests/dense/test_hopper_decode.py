@@ -1,4 +1,4 @@
-"""The split-KV kernel for Hopper without one: what it refuses, and its plan."""
+"""The Hopper split-KV kernel, tested without a GPU: refusals, its plan, its results by numpy."""
 
 from __future__ import annotations
 
@@ -101,10 +101,10 @@ def test_boxes_of_a_tile_are_whole_and_so_are_tiles_of_a_segment() -> None:
                 assert split.query_tokens == 1
             ring = tile.num_stages * 2 * split.kv_tile * size * 2
             assert ring == HOPPER_RING
-            # Queries of both consumers and a state on its way are beside it.
+            # Beside the ring, shared memory holds both consumers' queries and the mailbox's state.
             beside = 2 * split.rows * size * 2 + 4 * split.rows * size if tile.consumers > 1 else 0
             assert ring + beside + 2048 <= KNOWN_DEVICES["h100"].facts.shared_memory
-            # A launcher knows no more than the plan's tokens.
+            # A launcher knows only the plan's tokens, which must give the same tile.
             tokens = split.query_tokens
             assert hopper_decode_tile(shape, DeviceKind.SM90, block_size, tokens) == tile
     assert KNOWN_DEVICES["h100"].facts.shared_memory > HOPPER_RING
@@ -160,7 +160,7 @@ PLAIN, HOPPER = "decode_kernel", "hopper_decode_kernel"
 
 
 def kernel_of(layer: Layer, decode: DecodeKernel = DecodeKernel.AUTO, **given: Any) -> str:
-    """Name of the kernel that takes two requests of one new token on a device that runs Gluon."""
+    """The kernel launched for two requests of one new token, on a device that runs Gluon."""
     with mock.patch.object(builders.dense.triton_attn, "runs_gluon", return_value=True):
         calls = attention_calls(layer, 1, PrefillKernel.AUTO, decode, **given)
     (call,) = calls
@@ -255,7 +255,7 @@ def test_rows_that_tma_cannot_address_are_the_plain_kernels(wanted: DecodeKernel
 
 
 def test_a_plan_for_another_shape_is_not_taken() -> None:
-    """Four query heads of a group, planned for eight."""
+    """The layer has four query heads per KV head, but the plan is for eight."""
     record = builder_of(FEW_HEADS, DecodeKernel.HOPPER).build(0, variants._batch(FEW_HEADS, 1))
     tensors = DenseTensors(
         query=torch.zeros(2, 4, 128, dtype=torch.bfloat16),
@@ -318,14 +318,14 @@ def test_a_form_is_made_once_and_launched_over_all_programs() -> None:
     assert first.arguments["states_ptr"] is record.split.states
 
 
-# -- What it computes, by numpy: see tests.tools.gluon_in_numpy for what that does not see.
+# -- Results, computed by numpy; tests.tools.gluon_in_numpy says what numpy does not show.
 
 LEFT_OUT = ("causal_per_request", "window_of_one", "mm_prefix")
-"""Features that others stand for: numpy takes its time."""
+"""Features that other features cover too; numpy is slow, so they are left out."""
 _DENSE = [case for case in cases_for(TritonAttentionBackend) if isinstance(case, Case)]
 _SERVED = [
     case
-    # Numpy has no bf16.
+    # Numpy has no bf16, so no case has it.
     for case in (replace(one, dtype=DType.FLOAT16) for one in _DENSE if one.dtype.itemsize == 2)
     if is_decoded(case) and min(case.batch.query_lens) <= 16 and case.feature.name not in LEFT_OUT
 ]
@@ -334,23 +334,23 @@ CASES = {
     + (f"-{case.batch.name}" if case.feature.name == "causal" else ""): case
     for case in reversed(_SERVED)
 }
-"""One of each kind; a GPU gets them all."""
+"""One case of each kind; a GPU runs all cases (tests/gpu)."""
 IN_FULL = {
     f"causal-NONE-{name}": Case(batch=BATCHES[name], heads=Heads(8, 2, 64), dtype=DType.FLOAT16)
     for name in ("keyless_rows", "padding_rows")
 }
-"""Steps that take little time here."""
+"""Cases that are small enough to run whole in numpy."""
 
 
 @pytest.fixture
 def instead() -> dict[str, Any]:
-    """Functions of the kernel that a test replaces."""
+    """Functions that replace functions of the kernel; a test may override this."""
     return {}
 
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch, instead: dict[str, Any]) -> list[KernelCall]:
-    """Launches of the kernel, each run by numpy, its programs in another order every time."""
+    """The kernel's launches so far; numpy runs each, with its programs in a random order."""
     translation = gluon_in_numpy.Translation(**instead)
     monkeypatch.setattr(Trial, "decode_kernel", DecodeKernel.HOPPER)
     return gluon_in_numpy.take_over(monkeypatch, hopper_decode_kernel, translation)
@@ -364,7 +364,7 @@ def test_it_computes_a_step_of_every_kind(name: str, launched: list[KernelCall])
 
 @pytest.mark.parametrize("name", IN_FULL)
 def test_it_keeps_all_that_is_promised(name: str, launched: list[KernelCall]) -> None:
-    """A request has the same bits alone, in replays and over another block table."""
+    """A request has the same bits when it is alone, in replays, and over another block table."""
     check_case(TritonAttentionBackend, IN_FULL[name], torch.device("cpu"))
     assert launched
 
@@ -393,7 +393,7 @@ def test_it_computes_rows_of_many_segments(kind: str, launched: list[KernelCall]
 def test_keys_that_come_late_are_waited_for(
     kind: str, launched: list[KernelCall], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A consumer may be done with all keys that were asked for after those of the other one."""
+    """One consumer may finish keys that were loaded after keys the other consumer still needs."""
     gluon_in_numpy.delay(monkeypatch)
     for _ in range(4):
         assert test_random_attention.findings(LONG[kind]) == {}
@@ -420,7 +420,7 @@ def test_values_that_nobody_wrote_would_show(launched: list[KernelCall]) -> None
 
 
 TWO = [name for name in LONG if name in ("wide", "bundles", "e4m3", "head_loops")]
-"""Where two consumers share the keys."""
+"""The kinds in which two consumers share the keys."""
 
 
 @pytest.mark.parametrize("kind", LONG)

@@ -1,4 +1,7 @@
-"""What the prefill kernel for Hopper computes, by numpy; gluon_in_numpy says what that misses."""
+"""The Hopper prefill kernel's results, computed by numpy.
+
+``tests/tools/gluon_in_numpy.py`` says what numpy does not show.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +28,15 @@ from specs.layouts import KVPacking
 from tests.conformance.test_random_attention import findings
 from tests.tools import gluon_in_numpy
 
-# Several tiles per program, of one and of more tiles of keys, with and without a last one that
-# ends within a page; rows that see nothing of a tile that others of theirs do.
+# A program has several query tiles here, with one or several key tiles each. Some last key tiles
+# end within a page. In some tiles, some rows see no key of a tile that other rows see.
 BATCH = BatchSpec("several", (140, 33, 20), (300, 33, 180))
 WITHOUT_PAGES = BatchSpec("without_pages", (140, 33, 1), (140, 33, 1))
 WHOLE = Case(heads=Heads(8, 2, 128), dtype=DType.FLOAT16, batch=BATCH)
 CASES = {
     "causal": WHOLE,
     "no_group": replace(WHOLE, heads=Heads(2, 2, 128)),
-    # More tiles of heads than are walked together, with keys of their own and shared by seven.
+    # These have more heads than are walked together: with a KV head each, or seven per KV head.
     "twelve_heads": replace(WHOLE, heads=Heads(12, 12, 64)),
     "twice_seven": replace(WHOLE, heads=Heads(28, 4, 64)),
     "seven": replace(WHOLE, heads=Heads(7, 1, 64)),
@@ -72,13 +75,13 @@ def _kept(scores: Any, seen: Any) -> Any:
 
 @pytest.fixture
 def instead() -> dict[str, Any]:
-    """Functions of the kernel that a test replaces."""
+    """Functions that replace functions of the kernel; a test may override this."""
     return {}
 
 
 @pytest.fixture
 def programs() -> int:
-    """Programs of a launch."""
+    """The number of programs of a launch; a test may override this."""
     return 2
 
 
@@ -86,7 +89,7 @@ def programs() -> int:
 def launched(
     monkeypatch: pytest.MonkeyPatch, instead: dict[str, Any], programs: int
 ) -> list[KernelCall]:
-    """Launches of the kernel, run by numpy."""
+    """The kernel's launches so far, which numpy runs."""
     make = SplitPlanner.prefill_plan
 
     def of_few(planner: SplitPlanner, *given: Any) -> Any:
@@ -137,7 +140,7 @@ def test_any_number_of_programs_takes_every_tile_once(
     assert findings(CASES[name]) == {}
     (call,) = launched
     assert call.grid == (programs,)
-    # One count per tile, and who counts to the last sets it back for the next layer.
+    # Programs count tiles, and the program that counts the last sets the count back to 0.
     assert call.arguments["counter_ptr"].item() == 0
 
 
@@ -154,7 +157,7 @@ def test_it_computes_latent_attention_expanded(
     record = trial.build(trial.builder())
     trial.judge(trial.attend(record, trial.inputs, trial.cache()), record, result)
     assert result.findings == {}
-    # New tokens among themselves, and over the cached ones.
+    # New tokens attend to each other in one launch, and to cached tokens in the other.
     own, context = launched
     assert (own.arguments["BLOCK_SIZE"], own.arguments["CAUSAL"]) == (0, 1)
     assert (context.arguments["BLOCK_SIZE"], context.arguments["CAUSAL"]) == (16, 0)

@@ -1,4 +1,4 @@
-"""Masks whose windows, chunks, prefixes and ranges go to the end of 32 bits, and past it."""
+"""Masks with windows, chunks, prefixes and ranges up to the end of 32 bits, and beyond it."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from tests.emulators import flashinfer_emulator, trtllm_emulator
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LENGTHS = (1, 2, 16, 17, 2**30 - 1, 2**30, 2**31 - 1, 2**31, 2**40)
-"""Windows and chunk sizes: small ones, and those around what 32 bits hold."""
+"""Windows and chunk sizes: small numbers, and numbers around the limit of 32 bits."""
 CHUNKS = (
     *((size, lookback) for size in LENGTHS for lookback in (0, 2**31 - 1)),
     *((1, 16), (2, 17), (16, 2**30 - 1), (17, 2**30), (16, 2), (2**27, 16), (2**30, 1)),
 )
-"""Sizes and lookbacks."""
+"""Pairs of a chunk size and a lookback."""
 STEP = BatchSpec("mask_limits", (1, 3, 40, 20), (33, 40, 40, 51))
-"""Rows of the split-KV kernel and of the prefill kernel, with and without context."""
+"""A step with requests of the split-KV and of the prefill kernel, with and without context."""
 SHORT = BatchSpec("mask_limits", (33, 18), (33, 18))
-"""Requests of encoders, which have no context."""
+"""A step of an encoder: its requests have no context."""
 DENSE = (TritonAttentionBackend, TorchRefBackend)
 
 
@@ -47,7 +47,7 @@ class Marked(Feature):
 
     ranges: tuple[tuple[int, int], ...] = ()
     prefixes: tuple[int, ...] = ()
-    """Prefix of each request, in turn."""
+    """Prefixes of requests 0, 1 and so on."""
 
     def mm_ranges(self, kv_len: int) -> tuple[tuple[int, int], ...]:
         return self.ranges
@@ -57,7 +57,7 @@ class Marked(Feature):
 
 
 def findings(trial: Trial) -> dict[str, list[str]]:
-    """What is wrong with one forward, judged by the oracle."""
+    """The oracle's findings about one forward; empty if it is right."""
     trial.write()
     record = trial.build(trial.builder())
     result = CaseResult()
@@ -66,7 +66,7 @@ def findings(trial: Trial) -> dict[str, list[str]]:
 
 
 def wrong(backend: type, features: Iterator[Feature]) -> dict[str, object]:
-    """Features with which a backend errs, each by name."""
+    """The findings by feature, for features that a backend computes wrongly."""
     found = {}
     for feature in features:
         batch = STEP if feature.attn_type.is_cached else SHORT

@@ -1,4 +1,4 @@
-"""Two backends in one step: what is refused, who takes which rows, and conformance of the whole."""
+"""Two backends in one step: what is refused, which backend runs which rows, and conformance."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MIXED = mix("TRITON_XQA", TritonAttentionBackend, TrtllmMhaBackend)
 
 
 class RefOnH200(TorchRefBackend):
-    """The reference, as if it were for GPUs with XQA, without what the mask of XQA lacks."""
+    """The reference backend on GPUs with XQA, without the features that XQA's mask lacks."""
 
     capabilities: BackendCapabilities = TorchRefBackend.capabilities  # type: ignore[misc]
 
@@ -76,7 +76,7 @@ def test_the_cases_mix_kernels_types_and_layouts() -> None:
 
 
 def test_triton_prefills_beside_xqa_decodes() -> None:
-    """The real prefill kernel, in Triton's interpreter."""
+    """The library's own prefill kernel runs in Triton's interpreter, beside emulated XQA."""
     for name in ("causal", "window", "sinks"):
         case = Case(FEATURES[name], BATCHES["mixed"], dtype=DType.FLOAT16)
         with emulated(H200, OLD) as calls:
@@ -84,7 +84,7 @@ def test_triton_prefills_beside_xqa_decodes() -> None:
         assert "xqa" in calls.called
 
 
-# -- What the two have in common.
+# -- What the two backends have in common.
 
 
 def test_the_mix_declares_what_both_do() -> None:
@@ -251,7 +251,7 @@ def test_a_machine_that_lacks_one_lacks_both(monkeypatch: pytest.MonkeyPatch) ->
     assert MIXED.unavailable_reason() == "no nvcc"
 
 
-# -- Who takes which rows.
+# -- Which backend runs which rows.
 
 SPEC = FullAttentionSpec(block_size=16, dtype=DType.BFLOAT16, num_kv_heads=2, head_size=64)
 CONFIG = EngineConfig(max_model_len=128, max_num_seqs=8, max_num_batched_tokens=128, num_heads=8)

@@ -1,4 +1,4 @@
-"""What four threads exchange so that results are written sixteen bytes at a time."""
+"""The exchange between four threads that lets each write sixteen bytes at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WORDS = 8
 
 
 def run_by_lanes(text: str, given: np.ndarray) -> np.ndarray:
-    """What a warp's lanes compute of their words ``[LANES, WORDS]``, instruction by instruction."""
+    """Run PTX on the words ``[LANES, WORDS]`` of a warp's lanes, instruction by instruction."""
     lanes = np.arange(LANES)
     registers = {f"${WORDS + i}": given[:, i] for i in range(WORDS)}
     for line in text.strip("{ }").split(";"):
@@ -38,10 +38,13 @@ def run_by_lanes(text: str, given: np.ndarray) -> np.ndarray:
 
 
 def test_each_of_four_lanes_gets_a_run() -> None:
-    """Of two rows, whose words alternate: lane t has word t of each run, then run t."""
+    """Before the exchange, lane t has word t of every run; after it, lane t has the whole run t.
+
+    A lane has words of two rows, which alternate.
+    """
     lane, word, row = np.meshgrid(np.arange(LANES), np.arange(4), np.arange(2), indexing="ij")
     quad, within = lane // 4, lane % 4
-    # A name for each word: quad, row, run, place in the run.
+    # Each word's value is its name: quad, row, run, and place in the run.
     had = ((quad * 2 + row) * 4 + word) * 4 + within
     gets = ((quad * 2 + row) * 4 + within) * 4 + word
     found = run_by_lanes(quads._QUADS.value, had.reshape(LANES, WORDS))

@@ -1,8 +1,8 @@
-"""Masks where tiles of keys begin and end: every distance of a mask's edge from a tile's border.
+"""Masks at the borders of key tiles: a mask's edge at every distance from a tile's border.
 
-A kernel leaves the mask out of tiles that every query sees whole, and skips tiles that none sees.
-Both are decided by comparing the edges of the mask with the borders of a tile, so that a comparison
-which is off by one shows for one context length in as many as a tile has keys. The batches here
+A kernel applies no mask to a tile that every query sees whole, and skips a tile that no query sees.
+It decides both by comparing the mask's edges with the tile's borders. A comparison that is off by
+one shows at one context length only, among as many lengths as a tile has keys. The batches here
 have requests on both sides of each border.
 """
 
@@ -24,11 +24,11 @@ from specs.dtypes import DType
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS = Heads(2, 2, 64)
 QUERIES = 20
-"""New tokens of a request of the prefill kernel: more than the split-KV kernel takes."""
+"""New tokens of a request: so many that the prefill kernel runs it, not the split-KV kernel."""
 TILE = 64
-"""Keys of a tile of the prefill kernel at this head size, in fp16."""
+"""Keys of the prefill kernel's tile in fp16, at the head size of these tests."""
 WINDOW = 2 * TILE + QUERIES
-"""Wide enough for a tile that every query of a request sees whole, in the middle of the window."""
+"""A window so wide that every query of a request sees a tile in its middle whole."""
 AROUND = (-2, -1, 0, 1)
 
 pytestmark = pytest.mark.skipif(
@@ -49,10 +49,11 @@ def contexts_around(*places: int) -> tuple[int, ...]:
 
 
 EDGES = {
-    # The first query sees keys up to its own position, the last one those up to its.
+    # The first and the last query each see keys up to their own position.
     "causal, first query": Edge(FEATURES["causal"], contexts_around(TILE, 2 * TILE)),
     "causal, last query": Edge(FEATURES["causal"], contexts_around(2 * TILE - QUERIES)),
-    # The last query's window begins where tiles seen by all begin, the first query's where any do.
+    # Tiles that all queries see begin at the last query's window. Tiles that any query sees begin
+    # at the first query's window.
     "window, last query": Edge(
         replace(FEATURES["window"], sliding_window=WINDOW),
         contexts_around(2 * TILE + WINDOW - QUERIES),
@@ -96,11 +97,12 @@ def test_prefill_masks_the_tiles_that_an_edge_crosses(name: str) -> None:
 @pytest.mark.parametrize("window", [*range(TILE, TILE + 4), 3 * TILE - 1, 3 * TILE])
 @pytest.mark.parametrize("name", ["non_causal_window", "encoder_only_window"])
 def test_prefill_reaches_as_far_ahead_as_a_window_to_both_sides(name: str, window: int) -> None:
-    """The first tile of queries has keys behind its window; the last tile's end with the request.
+    """Windows reach ahead of the queries too, up to the end of the request's keys.
 
-    Queries 0 and 127 are the first and the last of a tile of 128. Each of the windows puts an edge
-    ahead of one of them at another distance from a border between two tiles of keys; behind the
-    wider ones there are tiles that all queries see whole.
+    The request has keys behind the window of its first query tile; the keys of the last query tile
+    end with the request. Queries 0 and 127 are the first and the last of a tile of 128. Each window
+    puts an edge ahead of one of these queries at another distance from a border between two key
+    tiles. With the wider windows there are tiles that all queries see whole.
     """
     lens = (3 * 2 * TILE,)
     batch = BatchSpec("three_tiles", lens, lens)
@@ -142,7 +144,7 @@ def test_split_kv_masks_the_tiles_that_an_edge_crosses(name: str) -> None:
 
 @pytest.mark.parametrize("window", [2, 3])
 def test_split_kv_reaches_as_far_ahead_as_a_window_to_both_sides(window: int) -> None:
-    """A verify in two tiles of queries: keys of the request lie beyond the window of the first."""
+    """A verify has two query tiles, and the request has keys beyond the first tile's window."""
     drafts, heads = 15, Heads(8, 1, 64)
     feature = replace(FEATURES["non_causal_window"], sliding_window=window)
     case = Case(heads=heads, dtype=DType.FLOAT16, feature=feature)

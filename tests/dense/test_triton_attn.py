@@ -61,7 +61,7 @@ TALL = BatchSpec("tall", (8, 8, 5, 1), (200, 70, 9, 140), num_speculative_tokens
 
 @pytest.mark.parametrize("feature", ["causal", "window"])
 def test_a_verify_of_64_rows_of_narrow_heads_is_right(feature: str) -> None:
-    """Its tile has fewer keys at a time than any other of such heads."""
+    """A verify of 64 rows has a tile of its own, with fewer keys than other tiles at this size."""
     heads, dtype = Heads(8, 1, 64), DType.FLOAT16
     case = Case(heads=heads, dtype=dtype, batch=TALL, feature=FEATURES[feature])
     tile = DenseTrial(BACKEND, case, DEVICE).builder().planner.tile
@@ -71,7 +71,7 @@ def test_a_verify_of_64_rows_of_narrow_heads_is_right(feature: str) -> None:
 
 @pytest.fixture
 def merges(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The states that the impl has merged: cascade attention leaves one entry per forward."""
+    """The states that the impl has merged so far: one entry for each forward with a cascade."""
     seen: list[Tensor] = []
     merge = attn.impls.dense.triton_attn.merge_states
 
@@ -345,7 +345,10 @@ def test_the_impl_refuses_a_model_dtype_that_no_kernel_takes() -> None:
 
 @pytest.mark.parametrize("window", [7, 13])
 def test_ranges_that_end_with_one_window_do_not_end_with_another(window: int) -> None:
-    """A kernel has one window: the layer's and that of R-SWA must be one where ranges end there."""
+    """Where ranges end at the layer's window, R-SWA must have the same window.
+
+    A kernel takes one window only.
+    """
     ranges = replace(FEATURES["mm_prefix_clamped"], sliding_window=window, rswa_window=7)
     trial = trial_of(ranges, dtype=DType.FLOAT32)
     record = trial.build(trial.builder())
@@ -369,7 +372,7 @@ def warmed_up(
     attn_type: AttentionType = AttentionType.DECODER,
     **options: Any,
 ) -> tuple[TritonAttentionImpl, Any, Tensor]:
-    """Impl, builder and the bytes of the cache after a warm-up over a poisoned cache."""
+    """An impl, its builder and the bytes of its cache, after a warm-up over a poisoned cache."""
     dense: Any = spec
     builder = builder_of(spec, config)
     layout = dense.layout(KVPacking.PACKED)
@@ -393,7 +396,8 @@ def test_a_warm_up_leaves_the_cache_alone(cache_dtype: str) -> None:
     impl, builder, buffer = warmed_up(spec, with_lse=True, **dict.fromkeys(FLAGS, True))
     assert bool((buffer == POISON_BYTE).all())
     assert not bool(builder.buffers["counters"].any())
-    # Decode and prefill, causal, non-causal, by request and with ranges; prefix, own.
+    # Decode and prefill have four variants each: causal, non-causal, causal per request, ranges.
+    # Cascade attention adds three, for the prefix and for the requests' own keys.
     assert num_forms(impl) == 2 * 4 + 3
 
 
@@ -470,7 +474,7 @@ def test_serving_after_a_warm_up_meets_no_new_variant(monkeypatch: pytest.Monkey
 
 
 LENGTHS = {"num_reqs", "num_rows", "groups", "window", "chunk", "lookback", "num_ranges"}
-"""What kernels must not specialise; the interpreter's functions do not say so."""
+"""Arguments that kernels must not specialise; only compiled kernels say which they do not."""
 
 
 def test_the_kernels_specialise_no_length() -> None:
@@ -482,7 +486,7 @@ def test_the_kernels_specialise_no_length() -> None:
         "print(json.dumps([[p.name for p in k.params if not p.do_not_specialize]"
         " for k in (a, b, c)]))"
     )
-    # Only outside the interpreter do kernels know.
+    # Kernels know it only outside Triton's interpreter.
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=Path(__file__).resolve().parents[2],

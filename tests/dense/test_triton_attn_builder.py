@@ -1,4 +1,4 @@
-"""TRITON_ATTN's builder: persistent buffers, limits, host lengths that lie, records for graphs."""
+"""TRITON_ATTN's builder: persistent buffers, limits, wrong host lengths, records for graphs."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def batch_of(lens: tuple[tuple[int, ...], tuple[int, ...]]) -> CommonAttentionMe
 
 
 def tensors(value: Any, path: str = "") -> dict[str, Tensor]:
-    """Every tensor of a record, by where it is."""
+    """Every tensor of a record, by the path of its field."""
     if isinstance(value, Tensor):
         return {path: value}
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
@@ -91,7 +91,7 @@ def tensors(value: Any, path: str = "") -> dict[str, Tensor]:
 @pytest.mark.parametrize("lens", [DECODES, MIX, PREFILL])
 @pytest.mark.parametrize("name", ["full", "window", "encoder"])
 def test_another_builders_record_gets_a_plan_in_own_buffers(name: str, lens: Any) -> None:
-    # A graph that was captured with the second builder's records finds nothing else.
+    # A graph captured with the second builder's records reads that builder's buffers only.
     first, second = builder_of(SPECS[name]), builder_of(SPECS[name])
     batch, other = batch_of(lens), batch_of(MIX if lens is DECODES else DECODES)
     second.build(0, other)  # what a plan leaves untouched is then the same both times
@@ -312,7 +312,8 @@ def test_steps_of_prompts_alone_have_no_split_rows() -> None:
     record = trial.build(builder)
     assert record.split is None
     assert problems(trial, record, trial.attend(record, trial.inputs, trial.cache())) == {}
-    # Other lengths are replayed; and drafts that the host counts may be gone.
+    # A captured graph is replayed with other lengths, and the device may have dropped drafts that
+    # the host counts: both need the plan of split KV.
     assert builder.build_for_cudagraph_capture(trial.inputs.batch).split is not None
     inexact = trial_of(LONG, exact_host_lengths=False)
     assert inexact.build(inexact.builder()).split is not None
@@ -325,7 +326,7 @@ LIES = {
     "stale_bound": {"seq_lens_cpu_upper_bound": torch.tensor([1, 0, 0, 7, 2], dtype=torch.int32)},
     "optimistic_bound": {"seq_lens_cpu_upper_bound": torch.full((5,), 900, dtype=torch.int32)},
     "no_bound": {"seq_lens_cpu_upper_bound": None},
-    # The device has trimmed drafts that the host still counts; never in total.
+    # The device has trimmed drafts that the host still counts per request; the total agrees.
     "other_queries": {
         "query_start_loc_cpu": torch.tensor([0, 10, 20, 30, 40, 57], dtype=torch.int32)
     },
@@ -379,7 +380,7 @@ def padded(name: str) -> BatchSpec:
 
 
 def capture_batch(batch: CommonAttentionMetadata, width: int) -> CommonAttentionMetadata:
-    """The runner's own tensors, as they are when a uniform decode of all rows is captured."""
+    """A batch of the runner's own tensors, as at the capture of a uniform decode of all rows."""
     starts = torch.arange(ROWS + 1, dtype=torch.int32)
     table = torch.zeros((ROWS, width), dtype=torch.int32, device=DEVICE)
     return CommonAttentionMetadata(
@@ -465,7 +466,7 @@ DCP = {"parallel": ParallelConfig(decode_context_parallel_size=2)}
 
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Builders take their device for a Hopper GPU that runs Gluon."""
+    """Make builders take their device for a Hopper GPU that runs Gluon."""
     monkeypatch.setattr(builders.dense.triton_attn, "runs_gluon", lambda device: True)
     monkeypatch.setattr(builders.dense.triton_attn, "device_facts", lambda device: hopper(3))
 
@@ -484,7 +485,7 @@ def test_the_hopper_kernel_is_planned_beside_the_plain_one(name: str) -> None:
     )
     assert plain.prefill is not None
     assert plain.prefill.hopper is None
-    # What the plain kernel walks is the same beside it.
+    # The portable kernel's plan is the same beside it.
     assert torch.equal(record.prefill.tile_starts, plain.prefill.tile_starts)
     named = builder_of(SPECS[name], kernels=Kernels.own(prefill=PrefillKernel.HOPPER)).build(
         0, batch_of(MIX)

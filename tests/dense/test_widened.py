@@ -1,4 +1,4 @@
-"""Pages of widened keys: where they come from, and when prefills are given them."""
+"""Pages of dequantised keys: where they come from, and when prefills are given them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LENS = ([20, 0, 3, 300, 17, 1], [20, 0, 900, 1000, 129, 128])
 def pages_of(
     query_lens: list[int], kv_lens: list[int], window: int | None, capacity: int
 ) -> tuple[torch.Tensor, torch.Tensor, WidenedKeys]:
-    """A step's starts and lengths, and empty tables."""
+    """A step's query starts, its KV lengths, and empty buffers for its pages."""
     starts = torch.tensor([0, *query_lens]).cumsum(0).int()
     buffers = GraphBuffers(CPU)
     buffers.declare("table", (len(kv_lens), 16), torch.int32, fill=-1)
@@ -91,14 +91,15 @@ def test_the_host_counts_the_same_pages() -> None:
         write_widened_pages(starts, lens, pages, SHORT, window)
         assert made.host_rows(queries, keys).pages == int(pages.total)
     rows = WidenedPages(SHAPE, *TYPES, SplitLimits(8, 512, 2048, None), SHORT, None, None, CPU)
-    # 600 new tokens of 800, 4 query heads for each KV head.
+    # A key meets the rows of 600 new tokens by 4 query heads of its KV head.
     assert rows.host_rows(torch.tensor([600]), torch.tensor([800])).rows_per_key == 2400
 
 
 @pytest.mark.parametrize("window", [2, PAGE - 1, PAGE, PAGE + 1, 300])
 def test_the_host_counts_the_page_of_the_first_key_wherever_that_lies(window: int) -> None:
-    """The launch has a program for each page that the host counts: one too few, and the last page
-    would keep the keys of an earlier step.
+    """The launch has a program for each page that the host counts.
+
+    With one program too few, the last page would keep the keys of an earlier step.
     """
     for context in range(window + PAGE - 3, window + PAGE + 3):
         lens = [SHORT + 1, 40], [context + SHORT + 1, context + 40]
@@ -120,7 +121,7 @@ def test_the_host_counts_the_page_of_the_first_key_wherever_that_lies(window: in
 def builder_of(
     monkeypatch: pytest.MonkeyPatch, spec: AnyKVCacheSpec | None = None, **changes: Any
 ) -> TritonAttentionMetadataBuilder:
-    """For a group of a Hopper GPU, on the CPU."""
+    """A builder on the CPU, which takes its device for a Hopper GPU."""
     monkeypatch.setattr(builders.dense.triton_attn, "device_facts", lambda _: hopper(132))
     config = EngineConfig(
         max_model_len=2048,
@@ -159,10 +160,10 @@ def test_prompts_long_enough_are_widened(monkeypatch: pytest.MonkeyPatch) -> Non
     assert pages.pages == 7
     assert pages.sources[:7].tolist() == [[0, page, 0] for page in range(7)]
     assert pages.key.shape[1:] == (PAGE, 2, 128)
-    # A key meets 80 rows; the workspace is too small.
+    # Nothing is dequantised: a key meets 80 rows only, or the workspace is too small.
     assert widened_of(builder.build(0, batch_of([20], [800]))) is None
     assert widened_of(builder.build(0, batch_of([1000] * 8, [2048] * 8))) is None
-    # Lengths that only the device knows.
+    # Nothing is dequantised where only the device knows the lengths.
     batch = batch_of([600], [800]).replace(seq_lens_cpu_upper_bound=None)
     assert widened_of(builder.build(0, batch)) is None
 
@@ -177,7 +178,7 @@ def test_other_blocks_are_widened_and_other_lengths_are_not(
     pages = widened_of(record)
     assert pages is not None
     assert widened_of(builder.update_block_table(record, table, slots)) is pages
-    # Of another group.
+    # The builder of another group has pages of its own.
     other = builder_of(monkeypatch)
     own = widened_of(other.update_block_table(record, table, slots))
     assert own is not None

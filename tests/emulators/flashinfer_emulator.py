@@ -1,9 +1,10 @@
-"""FlashInfer's paged wrappers without a GPU: every call is bound to a version's signature, held to
-what the kernels need, and computed in torch from exactly the tensors that were passed.
+"""FlashInfer's paged wrappers without a GPU.
 
-What the kernels leave undefined is NaN here, and keys that a mask hides are multiplied by zero, as
-kernels do with the tiles they load. A wrapper that was planned once can be planned by its module,
-from which the real one differs in nothing that is seen here.
+Every call is bound to a version's signature, checked against what the kernels need, and computed in
+torch from exactly the tensors that were passed. What the kernels leave undefined is NaN here, and
+keys that a mask hides are multiplied by zero, as kernels do with the tiles they load. A wrapper
+that was planned once can be planned by its module; the difference to the real module cannot be seen
+here.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ WORKSPACE_BYTES = 1 << 16
 MAX_REQUESTS = 32768
 
 Mutation = Callable[[str, dict[str, Any]], None]
-"""Changes what a call was given: of ``init``, ``plan`` or ``run``, by argument."""
+"""Changes the arguments of a call to ``__init__``, ``plan`` or ``run``, by name."""
 
 
 class ContractError(Exception):
-    """A call that FlashInfer, or a kernel of it, does not take."""
+    """A call that FlashInfer, or one of its kernels, does not accept."""
 
 
 def need(holds: bool, message: str) -> None:
@@ -45,7 +46,7 @@ def need(holds: bool, message: str) -> None:
 
 
 class OnDevice(Tensor):
-    """A tensor that stands for one of the GPU: reading a value of it on the host is an error."""
+    """A tensor that stands for a GPU's: reading one of its values on the host is an error."""
 
     HOST_READS = ("item", "tolist", "cpu", "numpy", "nonzero", "masked_select", "is_nonzero")
 
@@ -63,7 +64,7 @@ def on_device(tensor: Tensor) -> OnDevice:
 
 
 class MadeOnDevice(TorchFunctionMode):
-    """Tensors that are made with ``device=`` are of the GPU; what is of the host says none."""
+    """Tensors made with ``device=`` count as the GPU's; tensors of the host are made without it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
@@ -72,13 +73,13 @@ class MadeOnDevice(TorchFunctionMode):
 
 
 class _Wrapper:
-    """What both wrappers share."""
+    """The parts that both wrappers share."""
 
     version = VERSIONS[0]
     mutation: Mutation | None = None
     name: str
     names: dict[str, str]
-    """Of what ``plan`` is given."""
+    """Names of what ``plan`` is given."""
     buffer_names: dict[str, str]
 
     def _given(self, method: str, args: Any, kwargs: Any) -> dict[str, Any]:
@@ -127,7 +128,7 @@ class _Wrapper:
         self._cached_module = SimpleNamespace(plan=self._plan_again)
 
     def _keep(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Check a plan, and keep it where the kernels will look."""
+        """Check a plan, and keep it where the kernels will look for it."""
         rest, names = dict(given), self.names
         kv, indices, last = (rest.pop(names[name]) for name in ("kv", "indices", "last"))
         own = torch.arange(len(last) + 1, dtype=torch.int32)
@@ -190,7 +191,7 @@ class _Wrapper:
         return self.planned
 
     def _plan_again(self, *args: Any) -> dict[str, Any]:
-        """The module's own plan: it reads lengths on the host, and cuts the rows' keys by them."""
+        """Plan by the module, which reads lengths on the host and cuts the rows' keys by them."""
         number = {(0, 6): 19, (0, 7): 20}[numbers_of(self.version)[:2]]
         number = number if self.backend == "fa2" else 16
         need(len(args) == number, f"{len(args)} arguments of {number}")
@@ -315,7 +316,7 @@ class _Wrapper:
 
 
 class Prefill(_Wrapper):
-    """``BatchPrefillWithPagedKVCacheWrapper``."""
+    """Emulates ``BatchPrefillWithPagedKVCacheWrapper``."""
 
     name = PREFILL
     names = {  # noqa: RUF012
@@ -334,7 +335,7 @@ class Prefill(_Wrapper):
 
 
 class Decode(_Wrapper):
-    """``BatchDecodeWithPagedKVCacheWrapper``."""
+    """Emulates ``BatchDecodeWithPagedKVCacheWrapper``."""
 
     name = DECODE
     names = {  # noqa: RUF012
@@ -361,7 +362,7 @@ def _check_ints(name: str, tensor: Tensor) -> None:
 
 @contextmanager
 def emulated(version: str = VERSIONS[0], mutation: Mutation | None = None) -> Iterator[FlashInfer]:
-    """FlashInfer is this module; every call goes through ``mutation``."""
+    """Put this module in FlashInfer's place; every call goes through ``mutation``."""
     shared = {"version": version, "mutation": None if mutation is None else staticmethod(mutation)}
     wrappers = (type(cls.__name__, (cls,), shared) for cls in (Prefill, Decode))
     found = FlashInfer(version, *wrappers)

@@ -1,7 +1,8 @@
-"""FlashInfer's wrapper of latent attention without a GPU: every call is bound to a version's
-signature, held to what the kernels need, and computed in torch from exactly the tensors passed.
+"""FlashInfer's wrapper of latent attention without a GPU.
 
-Keys that the kernels of 0.6 drop are dropped here too. What they leave undefined is NaN.
+Every call is bound to a version's signature, checked against what the kernels need, and computed in
+torch from exactly the tensors passed. Keys that the kernels of 0.6 drop are dropped here too. What
+the kernels leave undefined is NaN.
 """
 
 from __future__ import annotations
@@ -68,11 +69,11 @@ KEY_TILE = 64
 FIELDS = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
 
 Mutation = Callable[[str, dict[str, Any]], None]
-"""Changes what a call was given: of ``init``, ``plan`` or ``run``, by argument."""
+"""Changes the arguments of a call to ``__init__``, ``plan`` or ``run``, by name."""
 
 
 def installed_methods() -> dict[str, str]:
-    """The installed wrapper's signatures, read from its files, written like those above."""
+    """The installed wrapper's signatures, read from its files, in this module's notation."""
     import ast
 
     version = installed_version()
@@ -82,14 +83,14 @@ def installed_methods() -> dict[str, str]:
         for node in parsed(MODULES[version]).body
         if isinstance(node, ast.ClassDef) and node.name == WRAPPER
     )
-    # Of overloads the last one counts.
+    # Where a function has overloads, the last definition counts.
     methods = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
     return {name: written(methods[name].args) for name in SIGNATURES[version]}
 
 
 @dataclass(frozen=True)
 class Metadata:
-    """``MLAPlanMetadata`` of 0.7, in CSR form."""
+    """Emulates ``MLAPlanMetadata`` of 0.7, in CSR form."""
 
     qo_indptr: Tensor
     kv_indptr: Tensor
@@ -102,13 +103,15 @@ class Metadata:
 
 
 def query_tile(query_lens: list[int], num_heads: int) -> int:
-    """Rows of tokens and heads of a tile."""
+    """Rows (tokens x heads) of a tile."""
     return 128 if sum(query_lens) * num_heads // len(query_lens) > 64 else 64
 
 
 def dropped_keys(query_lens: list[int], kv_lens: list[int], num_heads: int) -> list[Any]:
-    """Request, token and key of what a causal kernel does not see: the last key of a token whose
-    heads end in another tile, where that key begins a tile of keys.
+    """Request, token and key of the keys that a causal kernel drops.
+
+    It drops the last key of a token whose heads end in another tile, where that key begins a tile
+    of keys.
     """
     tile, found = query_tile(query_lens, num_heads), []
     for request, (rows, keys) in enumerate(zip(query_lens, kv_lens, strict=True)):
@@ -121,7 +124,7 @@ def dropped_keys(query_lens: list[int], kv_lens: list[int], num_heads: int) -> l
 
 
 class Wrapper:
-    """``BatchMLAPagedAttentionWrapper`` of one version."""
+    """Emulates ``BatchMLAPagedAttentionWrapper`` of one version."""
 
     version = OLD
     mutation: Mutation | None = None
@@ -284,7 +287,7 @@ class Wrapper:
 
 @contextmanager
 def emulated(version: str = OLD, mutation: Mutation | None = None) -> Iterator[FlashInferLatent]:
-    """FlashInfer's wrapper is this module's; every call goes through ``mutation``."""
+    """Put this module in FlashInfer's place; every call goes through ``mutation``."""
     shared = {"version": version, "mutation": None if mutation is None else staticmethod(mutation)}
     wrapper = type("Wrapper", (Wrapper,), shared)
     found = FlashInferLatent(version, wrapper, Metadata if version == NEW else None)

@@ -56,7 +56,7 @@ DEVICE = KNOWN_DEVICES["h200"]
 
 @contextmanager
 def emulated(version: str) -> Iterator[None]:
-    """All backends build here as on a Hopper GPU."""
+    """Let every backend build here as on a Hopper GPU."""
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         stack.enter_context(flashinfer_emulator.emulated(version))
@@ -69,12 +69,12 @@ def emulated(version: str) -> Iterator[None]:
 
 
 def modules_of(backend: type[AttentionBackend], case: Case) -> set[Module]:
-    """What a case's step compiles, and each of its requests alone."""
+    """The modules that a case's step compiles, and each of its requests alone."""
     try:
         trial = DenseTrial(backend, case, torch.device("cpu"))
         builder = trial.builder()
     except ValueError:
-        # Refused by the version: 0.6 prefills no fp8 on Hopper.
+        # The version refuses the case: 0.6 prefills no fp8 on Hopper.
         return set()
     found = set(_of_record(case, trial.build(builder)))
     if not trial.common_prefix_len:
@@ -117,9 +117,10 @@ def _of_call(case: Case, part: Any) -> Module:
 
 
 def named(module: Module) -> str:
-    """A module's function and arguments in one word: ``xqa-bfloat16-bfloat16-p16-d64-g4``...
+    """A module's function and arguments in one word, for example
+    ``xqa-bfloat16-bfloat16-p16-d64-g4``.
 
-    The same for every version, whatever its functions are called.
+    The word is the same for every version, whatever the version calls its functions.
     """
     make, *key = module[1:]
     words = [str(item).removeprefix("torch.") for item in key]
@@ -144,7 +145,7 @@ def groups() -> Iterator[tuple[str, type[AttentionBackend], list[Case]]]:
 
 
 def beside_other_prefills() -> Iterator[Module]:
-    """Of ``test_decodes_read_every_layout_beside_triton_s_prefills``."""
+    """Modules that ``test_decodes_read_every_layout_beside_triton_s_prefills`` loads."""
     for dtype in (torch.float16, torch.bfloat16):
         for page in (16, 32, 64, 128):
             for heads in HEADS:
@@ -154,7 +155,7 @@ def beside_other_prefills() -> Iterator[Module]:
 
 
 def of_both_kernels() -> Iterator[Module]:
-    """Of ``test_both_kernels_take_both_orders``."""
+    """Modules that ``test_both_kernels_take_both_orders`` loads."""
     for name in ("causal", "window", "soft_cap"):
         feature = FEATURES[name]
         case = Case(feature, BATCHES["full_prefill"])
@@ -165,7 +166,7 @@ def of_both_kernels() -> Iterator[Module]:
 
 
 def of_latent(case: LatentCase) -> Module:
-    """What FLASHINFER_MLA's wrapper compiles for a case: types and widths decide."""
+    """The modules that FLASHINFER_MLA's wrapper compiles for a case; types and widths decide."""
     builder = LatentTrial(FlashInferMlaBackend, case, torch.device("cpu")).builder()
     sizes, kernel = builder.sizes, builder._choice.kernel.value
     given = sizes.query_dtype, sizes.kv_dtype, sizes.rank, sizes.rope_size
@@ -173,7 +174,7 @@ def of_latent(case: LatentCase) -> Module:
 
 
 def latent_groups() -> Iterator[tuple[str, list[LatentCase]]]:
-    """Tests of FLASHINFER_MLA by name, with their cases, one of each types and widths."""
+    """Tests of FLASHINFER_MLA by name, with one case for each combination of types and widths."""
     own = [case for case in cases_for(FlashInferMlaBackend) if isinstance(case, LatentCase)]
     gpu = test_gpu_flashinfer_mla
     others = [gpu.case_of(BATCHES[name], cache) for name in gpu.NAMES for cache in gpu.CACHES]
@@ -206,7 +207,7 @@ def all_modules(version: str) -> dict[str, Module]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Lists or compiles what matches a pattern; the exit code."""
+    """List or compile the modules that match a pattern; returns the exit code."""
     parser = argparse.ArgumentParser(
         "python -m tests.emulators.flashinfer_modules", description=__doc__
     )

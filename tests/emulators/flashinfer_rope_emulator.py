@@ -1,5 +1,7 @@
-"""FlashInfer's rotation and quantisation without a GPU: the call is bound to a version's signature,
-held to what its launcher checks, and computed in fp32 as its kernel does it.
+"""FlashInfer's rotation and quantisation without a GPU.
+
+The call is bound to a version's signature, checked like FlashInfer's launcher does, and computed in
+fp32 like its kernel does.
 """
 
 from __future__ import annotations
@@ -33,14 +35,14 @@ Mutation = Callable[[dict[str, Any]], None]
 
 
 def installed_signature() -> str:
-    """The installed FlashInfer's, read from its files, written like those above."""
+    """The installed FlashInfer's signature, read from its files, in this module's notation."""
     body = parsed(MODULE).body
     (node,) = (one for one in body if isinstance(one, ast.FunctionDef) and one.name == FUNCTION)
     return written(node.args)
 
 
 def _turned(rows: Tensor, table: Tensor, positions: Tensor, is_neox: bool) -> Tensor:
-    """fp32 ``[T, heads, r]``."""
+    """Rotated rows, fp32 ``[T, heads, r]``."""
     x = rows.float()
     cos, sin = table[positions.long()][:, None].chunk(2, -1)
     first, second = x.chunk(2, -1) if is_neox else (x[..., 0::2], x[..., 1::2])
@@ -54,7 +56,7 @@ def _store(real: Tensor, factor: float, out: Tensor) -> None:
 
 
 def make_function(version: str, mutation: Mutation | None = None) -> Callable[..., None]:
-    """``mla_rope_quantize_fp8`` of a version."""
+    """Make the ``mla_rope_quantize_fp8`` of a version."""
     signature = inspect.signature(eval(f"lambda {SIGNATURES[version].replace('=_', '=None')}: 0"))
 
     def call(*args: Any, **kwargs: Any) -> None:
@@ -101,7 +103,7 @@ def make_function(version: str, mutation: Mutation | None = None) -> Callable[..
 
 @contextmanager
 def emulated(version: str = OLD, mutation: Mutation | None = None) -> Iterator[None]:
-    """The function is this module's."""
+    """Put this module's function in FlashInfer's place."""
     found = FlashInferRope(version, make_function(version, mutation))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flashinfer_rope, "load_rope", lambda: found)

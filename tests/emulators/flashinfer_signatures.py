@@ -1,7 +1,7 @@
-"""Signatures of FlashInfer's wrappers and direct calls, of both versions and of an installed one.
+"""Signatures of FlashInfer's wrappers and direct calls, of both versions and of the installed one.
 
-``_`` stands for any default. Reading an installed one imports nothing: FlashInfer's import asks for
-a GPU in some versions.
+``_`` stands for any default. The installed version is read without importing it: FlashInfer's
+import asks for a GPU in some versions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PREFILL, DECODE = "BatchPrefillWithPagedKVCacheWrapper", "BatchDecodeWithPagedKV
 MODULES = {PREFILL: "prefill.py", DECODE: "decode.py"}
 METHODS = ("__init__", "plan", "run")
 BEHIND = {"plan": "_plan_impl"}
-"""What a method hands its arguments to, where a version puts one behind another."""
+"""The function to which a method hands its arguments, where a version puts one behind the other."""
 
 _PREFILL_INIT = (
     "self, float_workspace_buffer, kv_layout=_, use_cuda_graph=_, qo_indptr_buf=_, "
@@ -146,19 +146,19 @@ FUNCTIONS: dict[str, dict[str, str]] = {
 
 
 def signature(version: str, cls: str, method: str) -> inspect.Signature:
-    """A recorded signature, to bind calls to."""
+    """The recorded signature of a method, to bind calls to."""
     text = SIGNATURES[version][cls, method].replace("=_", "=None")
     return inspect.signature(eval(f"lambda {text}: None"))
 
 
 def function_signature(version: str, name: str) -> inspect.Signature:
-    """A recorded signature of a function, to bind calls to."""
+    """The recorded signature of a function, to bind calls to."""
     text = FUNCTIONS[version][name].replace("=_", "=None")
     return inspect.signature(eval(f"lambda {text}: None"))
 
 
 def installed_version() -> str | None:
-    """The installed FlashInfer's version; None without one."""
+    """The installed FlashInfer's version; None if it is not installed."""
     try:
         return importlib.metadata.version("flashinfer-python")
     except importlib.metadata.PackageNotFoundError:
@@ -184,7 +184,7 @@ def known_version(known: Collection[str]) -> str:
 
 
 def installed_signatures() -> dict[tuple[str, str], str]:
-    """The installed FlashInfer's signatures, read from its files, written like those above."""
+    """The installed FlashInfer's signatures, read from its files, in this module's notation."""
     found = {}
     for cls, module in MODULES.items():
         (body,) = (
@@ -192,7 +192,7 @@ def installed_signatures() -> dict[tuple[str, str], str]:
             for node in parsed(module).body
             if isinstance(node, ast.ClassDef) and node.name == cls
         )
-        # Of overloads the last one counts.
+        # Where a function has overloads, the last definition counts.
         methods = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
         for name in METHODS:
             found[cls, name] = written(methods.get(BEHIND.get(name, name), methods[name]).args)
@@ -200,11 +200,11 @@ def installed_signatures() -> dict[tuple[str, str], str]:
 
 
 def installed_functions() -> dict[str, str]:
-    """The installed FlashInfer's functions, read from its files, written like those above."""
+    """The installed FlashInfer's functions, read from its files, in this module's notation."""
     found = {}
     for name, module in FUNCTION_MODULES.items():
         body = parsed(module).body
-        # Of overloads the last one counts.
+        # Where a function has overloads, the last definition counts.
         (*_, node) = (
             node for node in body if isinstance(node, ast.FunctionDef) and node.name == name
         )

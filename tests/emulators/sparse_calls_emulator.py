@@ -1,7 +1,8 @@
-"""Others' kernels of sparse latent attention without a GPU: every call is bound to its signature,
-held to what the kernel documents, and computed in float64 from exactly the tensors passed.
+"""Vendors' kernels of sparse latent attention without a GPU.
 
-What a kernel leaves undefined is NaN here: outputs of rows that list nothing among them.
+Every call is bound to its signature, checked against the kernel's documentation, and computed in
+float64 from exactly the tensors passed. What a kernel leaves undefined is NaN here, for example the
+outputs of rows that list nothing.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ SIGNATURES = {
         "return_softmax_lse=_"
     ),
 }
-"""Of vLLM 0.26.0, and of FlashAttention's own package."""
+"""Signatures in vLLM 0.26.0, and in FlashAttention's own package."""
 VLLM_FILES = {
     PREFILL: "third_party/flashmla/flash_mla_interface.py",
     CACHED: "third_party/flashmla/flash_mla_interface.py",
@@ -75,7 +76,7 @@ Mutation = Callable[[str, dict[str, Any]], None]
 
 
 def installed_signatures() -> dict[str, str] | None:
-    """Of the installed vLLM, read from its files; None without one."""
+    """Signatures in the installed vLLM, read from its files; None if vLLM is not installed."""
     found = importlib.util.find_spec("vllm")
     if found is None or not found.submodule_search_locations:
         return None
@@ -91,23 +92,23 @@ def installed_signatures() -> dict[str, str] | None:
 
 @dataclass
 class Schedule:
-    """``FlashMLASchedMeta``."""
+    """Emulates ``FlashMLASchedMeta``."""
 
     shape: tuple[int, ...] | None = None
 
 
 @dataclass
 class Emulator:
-    """Every package, on one GPU."""
+    """Emulates every package, on one GPU."""
 
     device: Device
     mutation: Mutation | None = None
     writes: bool = True
-    """FlashMLA's functions take ``out``: vLLM's do, its own package's do not."""
+    """FlashMLA's functions take ``out``: those in vLLM do, those of its own package do not."""
     base_of_lse: float = math.e
-    """Of FlashMLA's log-sum-exp."""
+    """Base of FlashMLA's log-sum-exp."""
     is_vllm: bool = True
-    """FlashAttention 3 is vLLM's."""
+    """FlashAttention 3 is the build in vLLM, and not its own package."""
     called: list[str] = field(default_factory=list)
     schedules: list[Schedule] = field(default_factory=list)
 
@@ -130,12 +131,12 @@ class Emulator:
     # -- FlashMLA.
 
     def new_schedule(self) -> Schedule:
-        """``get_mla_metadata``."""
+        """Emulates ``get_mla_metadata``."""
         self.schedules.append(Schedule())
         return self.schedules[-1]
 
     def prefill(self, q: Tensor, kv: Tensor, indices: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """``flash_mla_sparse_fwd``."""
+        """Emulates ``flash_mla_sparse_fwd``."""
         given = self._given(PREFILL, (q, kv, indices, *args), kwargs)
         query, rows, listed = given["q"], given["kv"], given["indices"]
         heads = query.shape[1]
@@ -152,7 +153,7 @@ class Emulator:
         return self._into(given, out), lse, lse
 
     def with_cache(self, *args: Any, **kwargs: Any) -> Any:
-        """``flash_mla_with_kvcache`` over 656-byte rows."""
+        """Emulates ``flash_mla_with_kvcache`` over 656-byte rows."""
         given = self._given(CACHED, args, kwargs)
         query, cache, listed = given["q"], given["k_cache"], given["indices"]
         schedule = given["tile_scheduler_metadata"]
@@ -202,7 +203,7 @@ class Emulator:
     # -- FlashAttention 3.
 
     def varlen(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's ``flash_attn_varlen_func``."""
+        """Emulates vLLM's ``flash_attn_varlen_func``."""
         given = self._given(VARLEN, args, kwargs)
         count = len(given["q"])
         need(given.get("fa_version") == 3, "another version")
@@ -218,7 +219,7 @@ class Emulator:
         return self._into(given, out), lse.T.contiguous()
 
     def kvcache(self, *args: Any, **kwargs: Any) -> Any:
-        """FlashAttention's own ``flash_attn_with_kvcache``."""
+        """Emulates FlashAttention's own ``flash_attn_with_kvcache``."""
         given = self._given(KVCACHE, args, kwargs)
         query, latent = given["q"], given["qv"]
         need(query.shape[1] == latent.shape[1] == 1, "one token each")
@@ -262,7 +263,7 @@ def _state(query: Tensor, real: Tensor, lists: Tensor, scale: float) -> tuple[Te
 
 
 class Wrapper(flashinfer_mla_emulator.Wrapper):
-    """FlashInfer's, which keeps an array of pages that is on its device already."""
+    """Emulates FlashInfer's wrapper, which keeps an array of pages that is on its device."""
 
     def plan(self, *args: Any, **kwargs: Any) -> None:
         super().plan(*args, **kwargs)
@@ -273,7 +274,7 @@ class Wrapper(flashinfer_mla_emulator.Wrapper):
 
 
 class SparseTrtllm(trtllm_mla_emulator.Emulator):
-    """``trtllm_batch_decode_with_kv_cache_mla`` with lists."""
+    """Emulates ``trtllm_batch_decode_with_kv_cache_mla`` with lists."""
 
     def decode(self, *args: Any, **kwargs: Any) -> Tensor:
         name = trtllm_mla_emulator.DECODE
@@ -325,7 +326,7 @@ def emulated(
     version: str = flashinfer_mla_emulator.NEW,
     **fields: Any,
 ) -> Iterator[Emulator]:
-    """All packages are this module's; every call goes through ``mutation``."""
+    """Put this module in the place of all packages; every call goes through ``mutation``."""
     emulator = Emulator(device, mutation, **fields)
     flashmla = FlashMla(emulator.prefill, emulator.with_cache, emulator.new_schedule)
     if not emulator.writes:

@@ -1,9 +1,9 @@
-"""FlashInfer's direct calls without a GPU: every call is bound to a version's signature, held to
-what its kernel needs, and computed in torch from exactly the tensors that were passed.
+"""FlashInfer's direct calls (TRT-LLM) without a GPU.
 
-Rows that a kernel leaves undefined are NaN here, and keys that a mask hides are multiplied by zero,
-as kernels do with the tiles they load. Workspaces are left as kernels leave them: counters zero,
-the rest not.
+Every call is bound to a version's signature, checked against what its kernel needs, and computed in
+torch from exactly the tensors that were passed. Rows that a kernel leaves undefined are NaN here,
+and keys that a mask hides are multiplied by zero, as kernels do with the tiles they load.
+Workspaces are left as kernels leave them: counters are zero, the rest is not.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ Mutation = Callable[[str, dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class Scored:
-    """What every kernel computes from, once it has read its arguments."""
+    """The inputs from which every kernel computes, once it has read its arguments."""
 
     query: Tensor
     key: Tensor
-    """``[N, P, Hk, D]``."""
+    """Keys ``[N, P, Hk, D]``."""
     value: Tensor
     pages: Tensor
     kv_lens: list[int]
@@ -65,10 +65,10 @@ class Scored:
     window_left: int
     sinks: Tensor | None
     draft_mask: Tensor | None = None
-    """bool ``[T, Tq]``: which of its request's own tokens a row sees."""
+    """Bool ``[T, Tq]``: which of its request's own tokens a row sees."""
 
     def attend(self, output: Tensor) -> Tensor:
-        """Write ``output``, and return log2 of the sums."""
+        """Write ``output``, and return log2 of the softmax sums."""
         log2 = torch.full(self.query.shape[:2], math.nan)
         for row, (start, stop) in enumerate(pairwise(self.starts)):
             count, page = self.kv_lens[row], self.key.shape[1]
@@ -108,13 +108,13 @@ class Scored:
 
 @dataclass
 class Emulator:
-    """The three functions of one version on one GPU."""
+    """Emulates the three functions of one version on one GPU."""
 
     version: str
     device: Device
     mutation: Mutation | None = None
     owners: dict[int, tuple[str, Tensor]] = field(default_factory=dict)
-    """Kernel that first used each piece of scratch, which is kept alive with it."""
+    """The kernel that first used each piece of scratch, with the piece, so that it stays alive."""
     called: list[str] = field(default_factory=list)
 
     @property
@@ -137,14 +137,14 @@ class Emulator:
         return given
 
     def decode(self, *args: Any, **kwargs: Any) -> Tensor:
-        """``trtllm_batch_decode_with_kv_cache``."""
+        """Emulates ``trtllm_batch_decode_with_kv_cache``."""
         given = self._given(BATCH_DECODE, args, kwargs)
         backend = given.get("backend")
         need(backend in ("xqa", "trtllm-gen"), f"backend {backend}")
         return self._xqa(given) if backend == "xqa" else self._gen_decode(given)
 
     def ragged_xqa(self, *args: Any, **kwargs: Any) -> Tensor:
-        """``xqa_batch_decode_with_kv_cache``, called for requests of different lengths."""
+        """Emulates ``xqa_batch_decode_with_kv_cache``, called for requests of different lengths."""
         given = self._given(XQA_DECODE, args, kwargs, "ragged_xqa")
         query, lens = given["query"], given["seq_lens"]
         need(given.get("q_cu_seq_lens") is not None, "requests of one length have the other call")
@@ -219,7 +219,7 @@ class Emulator:
         return given["out"]
 
     def context(self, *args: Any, **kwargs: Any) -> Tensor:
-        """``trtllm_batch_context_with_kv_cache``."""
+        """Emulates ``trtllm_batch_context_with_kv_cache``."""
         given = self._given(BATCH_CONTEXT, args, kwargs, "gen_prefill")
         need(self.major == 10, f"trtllm-gen on {self.device.name}")
         query, lens = given["query"], given["seq_lens"]
@@ -235,13 +235,13 @@ class Emulator:
         return given["out"]
 
     def fmha_v2(self, *args: Any, **kwargs: Any) -> Tensor:
-        """``trtllm_fmha_v2_prefill``."""
+        """Emulates ``trtllm_fmha_v2_prefill``."""
         given = self._given(FMHA_V2, args, kwargs, "fmha_v2")
         need(self.major in FMHA_HEADS, f"fmha_v2 on {self.device.name}")
         (query, stacked), layout = given["qkv"], given["input_layout"]
         need(layout in ("Q_PAGED_KV_NHD", "Q_PAGED_KV_HND"), f"layout {layout}")
         need(stacked.dim() == 5 and stacked.shape[1] == 2, f"pages {[*stacked.shape]}")
-        # Addresses come from the shape.
+        # The kernel computes addresses from the shape.
         need(stacked.is_contiguous(), "pages are strided")
         key, value = stacked.unbind(1)
         if layout.endswith("HND"):
@@ -318,7 +318,7 @@ class Emulator:
 
     @staticmethod
     def _check_ragged(given: dict[str, Any], lens: Tensor, num_rows: int) -> list[int]:
-        """Rows of each request; what kernels read of keys is the difference of their starts."""
+        """Check the rows of each request; kernels count its keys by the difference of starts."""
         need(given["batch_size"] == len(lens), f"batch_size {given['batch_size']}")
         bounds = _starts("cum_seq_lens_q", given["cum_seq_lens_q"], len(lens), num_rows)
         kv = _starts("cum_seq_lens_kv", given["cum_seq_lens_kv"], len(lens), int(lens.sum()))
@@ -331,7 +331,7 @@ class Emulator:
         return bounds
 
     def _scratch(self, kernel: str, scratch: Tensor, keeps_head: bool) -> None:
-        """Zero at first use; afterwards what the kernel counts with is zero again."""
+        """Scratch must be zero at first use; afterwards the kernel's counters are zero again."""
         need(scratch.dtype == torch.uint8 and scratch.is_contiguous(), "workspace's type")
         need(scratch.numel() >= WORKSPACE_BYTES, "workspace is too small")
         owner, _ = self.owners.setdefault(scratch.data_ptr(), (kernel, scratch))
@@ -383,7 +383,7 @@ class Emulator:
 
 
 def _check_tails(key: Tensor, value: Tensor, tables: Tensor, lens: Tensor) -> None:
-    """Behind a request's last key, fmha_v2 multiplies what the page holds by a weight of zero."""
+    """After a request's last key, fmha_v2 multiplies the page's contents by a weight of zero."""
     page_size = key.shape[1]
     for row, kv_len in zip(tables.tolist(), lens.tolist(), strict=True):
         if kv_len % page_size:
@@ -429,7 +429,9 @@ def _unpacked(mask: Tensor, shape: tuple[int, ...], length: int) -> Tensor:
 def emulated(
     device: Device, version: str = VERSIONS[0], mutation: Mutation | None = None
 ) -> Iterator[Emulator]:
-    """The calls are this module's on ``device``; every one goes through ``mutation``."""
+    """Put this module's calls on ``device`` in FlashInfer's place; every call goes through
+    ``mutation``.
+    """
     emulator = Emulator(version, device, mutation)
     ragged = "q_cu_seq_lens" in function_signature(version, XQA_DECODE).parameters
     calls = DirectCalls(

@@ -1,8 +1,8 @@
-"""FlashInfer's direct calls of latent attention without a GPU: every call is bound to a version's
-signature, held to what its kernel needs, and computed in torch from exactly the tensors passed.
+"""FlashInfer's direct calls of latent attention without a GPU.
 
-What a kernel leaves undefined is NaN here. Where FlashInfer is installed, its own check of shapes
-runs on what is passed.
+Every call is bound to a version's signature, checked against what its kernel needs, and computed in
+torch from exactly the tensors passed. What a kernel leaves undefined is NaN here. Where FlashInfer
+is installed, its own check of shapes runs on the arguments.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ Mutation = Callable[[str, dict[str, Any]], None]
 
 
 def installed_functions() -> dict[str, str]:
-    """The installed FlashInfer's functions, read from its files, written like those above."""
+    """The installed FlashInfer's functions, read from its files, in this module's notation."""
     found = {}
     for name, module in MODULES.items():
         nodes = [node for node in parsed(module).body if isinstance(node, ast.FunctionDef)]
-        # Of overloads the last one counts.
+        # Where a function has overloads, the last definition counts.
         (*_, node) = (node for node in nodes if node.name == name)
         found[name] = written(node.args)
     return found
@@ -85,7 +85,9 @@ def installed_functions() -> dict[str, str]:
 
 @cache
 def installed_shape_check() -> Callable[..., Any] | None:
-    """FlashInfer's ``_check_trtllm_gen_mla_shape``, from its files alone; None without them."""
+    """FlashInfer's ``_check_trtllm_gen_mla_shape``, read from its files; None if it is not
+    installed.
+    """
     if installed_version() is None:
         return None
     check = "_check_trtllm_gen_mla_shape"
@@ -116,13 +118,13 @@ def installed_shape_check() -> Callable[..., Any] | None:
 
 @dataclass
 class Emulator:
-    """The two functions of one version on one GPU."""
+    """Emulates the two functions of one version on one GPU."""
 
     version: str
     device: Device = B200
     mutation: Mutation | None = None
     owners: dict[int, tuple[str, Tensor]] = field(default_factory=dict)
-    """Kernel that first used each piece of scratch, which is kept alive with it."""
+    """The kernel that first used each piece of scratch, with the piece, so that it stays alive."""
     called: list[str] = field(default_factory=list)
     shapes_checked: int = 0
 
@@ -138,7 +140,7 @@ class Emulator:
         return given
 
     def decode(self, *args: Any, **kwargs: Any) -> Tensor:
-        """``trtllm_batch_decode_with_kv_cache_mla``."""
+        """Emulates ``trtllm_batch_decode_with_kv_cache_mla``."""
         given = self._given("decode", DECODE, args, kwargs)
         need(given.get("backend") == "trtllm-gen", f"backend {given.get('backend')}")
         query, cache, tables = given["query"], given["kv_cache"], given["block_tables"]
@@ -198,7 +200,7 @@ class Emulator:
             self.shapes_checked += 1
 
     def ragged(self, *args: Any, **kwargs: Any) -> Tensor:
-        """``trtllm_ragged_attention_deepseek``."""
+        """Emulates ``trtllm_ragged_attention_deepseek``."""
         given = self._given("ragged", RAGGED, args, kwargs)
         query, key, value = given["query"], given["key"], given["value"]
         out, lse, lens = given["out"], given.get("lse"), given["seq_lens"]
@@ -248,7 +250,7 @@ class Emulator:
         return out
 
     def _scratch(self, kernel: str, scratch: Tensor, keeps_head: bool) -> None:
-        """Zero at first use; afterwards what the kernel counts with is zero again."""
+        """Scratch must be zero at first use; afterwards the kernel's counters are zero again."""
         need(scratch.dtype == torch.uint8 and scratch.is_contiguous(), "workspace's type")
         need(scratch.numel() >= WORKSPACE_BYTES, "workspace is too small")
         owner, _ = self.owners.setdefault(scratch.data_ptr(), (kernel, scratch))
@@ -275,7 +277,7 @@ class Emulator:
 def _state(
     query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, given: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Output and log2 of the sums of one request; keys of one head, or of each."""
+    """Output and log2 of the softmax sums of one request, over keys of one head or of each head."""
     group = "kd" if keys.dim() == 2 else "khd"
     scores = torch.einsum(f"qhd,{group}->hqk", query.double(), keys) * given["bmm1_scale"]
     scores = scores.masked_fill(~visible, -math.inf)
@@ -298,7 +300,9 @@ def _starts(name: str, starts: Tensor, num_reqs: int, end: int) -> list[int]:
 def emulated(
     version: str = OLD, mutation: Mutation | None = None, device: Device = B200
 ) -> Iterator[Emulator]:
-    """The calls are this module's on ``device``; every one goes through ``mutation``."""
+    """Put this module's calls on ``device`` in FlashInfer's place; every call goes through
+    ``mutation``.
+    """
     emulator = Emulator(version, device, mutation)
     calls = LatentCalls(version, emulator.decode, emulator.ragged)
     with pytest.MonkeyPatch.context() as patch:

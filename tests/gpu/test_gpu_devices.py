@@ -1,4 +1,4 @@
-"""What the tables say of a GPU is what its driver says."""
+"""The library's tables of GPUs agree with what the driver says of this GPU."""
 
 from __future__ import annotations
 

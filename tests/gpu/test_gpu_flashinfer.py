@@ -39,7 +39,7 @@ def test_build_and_forward_wait_for_nothing(case: Case) -> None:
     trial = DenseTrial(FlashInferBackend, case, CUDA)
     trial.write()
     builder, cache = trial.builder(), trial.cache()
-    # Kernels are compiled, and scales read, by the first call.
+    # The first call compiles kernels and reads scales, so it may wait for the GPU.
     trial.attend(trial.build(builder), trial.inputs, cache)
     torch.cuda.synchronize()
     with waits_are_errors():

@@ -1,5 +1,7 @@
-"""FLASHINFER_MLA with the real package, beyond the conformance suite: nothing waits for the GPU,
-heads that fill no tile lose no key, and graphs replay batches with padding.
+"""FLASHINFER_MLA with the real package, beyond the conformance suite.
+
+No call waits for the GPU, heads that fill no tile lose no key, and graphs replay batches with
+padding.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ def test_build_and_forward_wait_for_nothing(name: str, cache: CacheDType) -> Non
     trial = LatentTrial(BACKEND, case_of(BATCHES[name], cache), CUDA)
     trial.write()
     builder, kept = trial.builder(), trial.cache()
-    # Kernels are compiled, and scales read, by the first call.
+    # The first call compiles kernels and reads scales, so it may wait for the GPU.
     trial.attend(trial.build(builder), trial.inputs, kept)
     torch.cuda.synchronize()
     with waits_are_errors():

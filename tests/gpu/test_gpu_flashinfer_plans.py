@@ -1,5 +1,7 @@
-"""Plans with the real package: a later one is what FlashInfer would have made, and a host that runs
-ahead of the GPU changes none that is on its way.
+"""FlashInfer's plans with the real package.
+
+A later plan equals the plan that FlashInfer would have made, and a host that runs ahead of the GPU
+changes no plan that is still on its way there.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 P, HEADS, KV_HEADS, SIZE, PAGES = 16, 32, 8, 128, 4096
 AHEAD_CYCLES = 400_000_000
-"""Of the GPU, in which the host plans many steps: about a fifth of a second."""
+"""Cycles for which the GPU is kept busy, about a fifth of a second: the host plans many steps."""
 STEPS = 8
 FULL: dict[str, Any] = {
     "block_size": P,
@@ -50,12 +52,12 @@ POINTERS = {
     "_float_workspace_buffer",
     "_int_workspace_buffer",
     "_pin_memory_int_workspace_buffer",
-    # Read by kernels of Blackwell alone.
+    # Only kernels for Blackwell read this buffer.
     "_kv_lens_buffer",
     "_vector_sparse_indices_buffer",
     "_vector_sparse_indptr_buffer",
 }
-"""Memory of a wrapper, whatever is in it."""
+"""Attributes of a wrapper that hold its memory, which is not compared."""
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +104,7 @@ def run(record: FlashInferMetadata, query: Tensor, cache: tuple[Tensor, Tensor])
 
 
 def state_of(wrapper: Any) -> dict[str, Any]:
-    """What a plan leaves in a wrapper, in forms that compare."""
+    """The attributes that a plan leaves in a wrapper, as values that can be compared."""
     found = {}
     for name, value in vars(wrapper).items():
         if name in POINTERS:
@@ -151,7 +153,7 @@ def test_a_later_plan_is_what_flashinfer_would_have_made(
 
 
 def steps_of() -> list[CommonAttentionMetadata]:
-    """Steps of as many requests, each of other lengths and pages."""
+    """Steps of the same number of requests, each step with other lengths and pages."""
     seqs = SECOND["decodes"][1]
     return [
         batch_of([1] * len(seqs), seqs[step:] + seqs[:step], seed=step) for step in range(STEPS)
@@ -210,7 +212,7 @@ def test_a_latent_plan_is_not_changed_either(cache: CacheDType) -> None:
     trials = [LatentTrial(FlashInferMlaBackend, case, CUDA) for case in cases]
     trial = trials[0]
     builder, kept = trial.builder(), trial.cache()
-    # Every step has pages of its own.
+    # Fill every page, because every step reads pages of its own.
     element = torch.float8_e4m3fn if cache is CacheDType.FP8 else kept.dtype
     kept.view(element).copy_(torch.randn(kept.view(element).shape))
     query = trial._absorbed(trial.inputs.query)

@@ -1,4 +1,4 @@
-"""FlashInfer's rotation and quantisation on a real GPU beside ours: the same bits up to ties."""
+"""FlashInfer's rotation and quantisation on a real GPU give the library's bits, except at ties."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ def needs_flashinfer() -> None:
 
 
 def inputs(tokens: int, heads: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Queries as an absorption leaves them, heads first, and rows as parts of one projection."""
+    """Random inputs in an engine's strides.
+
+    Queries have heads first, as absorption leaves them; rows are parts of one projection.
+    """
     generator = torch.Generator(CUDA).manual_seed(tokens * heads)
 
     def normal(*shape: int) -> Tensor:
@@ -72,7 +75,7 @@ def test_both_give_the_same_bits_up_to_ties(
         else:
             neox = more.pop("is_neox")
             rope_quantize_by_flashinfer(*given.values(), neox, *SCALES, q_out, k_out, **more)
-        # What is written is what is kept.
+        # The cache holds exactly the rows that have a slot.
         kept = slots >= 0
         rows = raw.view(torch.uint8).flatten(0, 1)
         assert torch.equal(rows[slots[kept]], k_out.view(torch.uint8)[kept])

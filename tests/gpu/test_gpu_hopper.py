@@ -1,4 +1,4 @@
-"""The prefill kernel for Hopper at work: every case that it serves, graphs, repeated launches."""
+"""The Hopper prefill kernel on a GPU: every case that it serves, graphs, repeated launches."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ SETUPS = {
     for size in (64, 128, 256)
 }
 BEHIND_WINDOW = BatchSpec("behind_window", (40, 1, 20), (300, 50, 90))
-"""Long rows whose first blocks a window has left."""
+"""A batch of long requests with first blocks that a window has left."""
 WIDENED_CASES = [
     replace(case, feature=feature, batch=batch)
     for case in cases_for(TritonAttentionBackend)
@@ -122,7 +122,8 @@ def test_quantised_cases_are_right_over_widened_keys(
 def test_every_case_that_it_serves_is_right_with_either_kernel(
     case: Case, kernel: PrefillKernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Nothing else runs the plain kernel on these here: left to itself, the engine takes the other.
+    # On a Hopper GPU only this test runs the portable kernel on these cases: "auto" takes the
+    # Hopper kernel.
     monkeypatch.setattr(Trial, "prefill_kernel", kernel)
     check_case(TritonAttentionBackend, case, DEVICE)
 
@@ -148,7 +149,7 @@ def test_300_random_steps_of_random_layers_are_right(shard: int) -> None:
 
 @pytest.mark.parametrize("kind", SETUPS)
 def test_a_request_has_the_same_bits_in_120_launches_among_others(kind: str) -> None:
-    """Nothing is split: a request's rows depend on it alone, and on nobody's timing."""
+    """The rows of a request depend on that request alone, and on no timing: nothing is split."""
     setup = SETUPS[kind]
     serving, dice = Serving(setup), random.Random(5)
     builder = serving.builder()
@@ -171,7 +172,7 @@ def test_a_request_has_the_same_bits_in_120_launches_among_others(kind: str) -> 
             assert same(own, known.setdefault(row, own)), (turn, row)
             assert not bool(own[0].isnan().any())
     assert len(known) == len(counts)
-    # Tiles were counted; the count is back where the next launch expects it.
+    # The launches counted tiles, and have set the count back to 0 for the next launch.
     assert builder.planner.buffers["taken"].item() == 0
 
 
@@ -181,7 +182,7 @@ def test_a_request_has_the_same_bits_in_120_launches_among_others(kind: str) -> 
 def test_widened_keys_give_the_bits_of_tiles_that_convert_their_own(
     size: int, cache_dtype: CacheDType, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which of both it is depends on the whole step."""
+    """Whether keys are dequantised first depends on the whole step, so bits must be the same."""
     setup = Setup(
         head_size=size,
         cache_dtype=cache_dtype,
@@ -202,7 +203,7 @@ def test_widened_keys_give_the_bits_of_tiles_that_convert_their_own(
 
 @pytest.mark.parametrize("kind", [kind for kind in SETUPS if not kind.startswith("fp8")])
 def test_outputs_may_lie_at_odd_places(kind: str) -> None:
-    """Rows that begin at odd elements are stored by single ones, and to the same bits."""
+    """Rows that begin at odd elements are stored element by element, and get the same bits."""
     serving = Serving(SETUPS[kind])
     counts, lens = [17, 300, 64], [20, 3300, 64]
     record = serving.builder().build(0, serving.step(counts, lens, serving.tables(lens)))
@@ -225,7 +226,7 @@ def test_an_engine_left_to_itself_takes_it_with_the_same_bits() -> None:
         assert record.prefill.hopper is not None
         results.append(serving.forward(record, serving.queries(340)))
         (launcher,) = serving.impl._launchers.values()
-        # No row is short, and no plain kernel has a form.
+        # No request is short and the portable kernels were not launched, so neither has a variant.
         assert len(launcher._splits) == 0
         assert len(launcher._tiled) == 0
     assert same(*results)

@@ -1,4 +1,4 @@
-"""The split-KV kernel for Hopper at work: every case that it serves, graphs, repeated launches."""
+"""The Hopper split-KV kernel on a GPU: every case that it serves, graphs, repeated launches."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_every_case_that_it_serves_is_right(case: Case) -> None:
 def test_an_engine_left_to_itself_is_right_in_what_is_planned_for_it(
     size: int, feature: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ALiBi is seen at the launch only: the plain kernel goes by the plan of the other."""
+    """Only the launch sees ALiBi: the portable kernel then runs by the Hopper kernel's plan."""
     monkeypatch.setattr(Trial, "decode_kernel", DecodeKernel.AUTO)
     batch = BatchSpec("long", (1, 1, 1), (9000, 700, 33))
     heads, dtype = Heads(8, 1, size), DType.BFLOAT16

@@ -1,4 +1,4 @@
-"""Latent attention for Hopper at work: every case that it serves, graphs, repeated launches."""
+"""The Hopper latent kernels on a GPU: every case that they serve, graphs, repeated launches."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CASES = [
     if isinstance(case, LatentCase) and is_latent_served(case)
 ]
 PLAIN = Setup(heads=16, num_blocks=2048, decode_kernel=DecodeKernel.HOPPER)
-"""Its KV heads and head size mean nothing here."""
+"""A setup of latent layers: its KV heads and head size are not used."""
 E4M3 = replace(PLAIN, cache_dtype=CacheDType.FP8_E4M3)
 KINDS = {
     "few": (replace(PLAIN, speculative=None), 1),
@@ -59,7 +59,7 @@ INVARIANT = [
     for kind, (setup, _) in KINDS.items()
     if setup.cache_dtype.is_quantized or setup.heads * (1 + (setup.speculative or 0)) <= 16
 ]
-"""Where a row's cuts are its own; else they are the batch's."""
+"""The kinds in which a row's cuts depend on that row alone; in the others the batch decides."""
 STEPS: dict[str, Any] = {
     "uniform_decode": lambda rows, tokens: [1] * rows,
     "all_padding": lambda rows, tokens: [0] * rows,
@@ -76,7 +76,7 @@ pytestmark = [
 
 
 class LatentServing(gpu.Serving):
-    """TRITON_MLA's decodes over a cache whose every slot holds a latent row."""
+    """Runs TRITON_MLA's decodes over a cache with a latent row in every slot."""
 
     def __init__(self, setup: Setup, seed: int = 0) -> None:
         self.setup = setup

@@ -1,4 +1,4 @@
-"""Sparse latent attention by the kernel for Hopper, on one."""
+"""Sparse latent attention by the Hopper kernels, on a Hopper GPU."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.sparse.sparse_cases import LAYOUTS, SparseCase, SparseTrial
 
 DEVICE = torch.device("cuda")
 TOPK = 640
-# Not a multiple of a tile, of a block, of anything; nothing; one.
+# Some lists are no multiple of a tile or of a block; one is empty, and one has a single entry.
 LENS = (640, 0, 129, 1, 512, 639, 300, 64, 65, 128)
 HEADS = (1, 8, 16, 20, 64, 65, 128)
 SERVED = (LAYOUTS[0], LAYOUTS[2])
-"""By the kernel for many heads; the one for few serves all."""
+"""Layouts that the kernel for many heads serves; the kernel for few heads serves every layout."""
 FEW = 32
 LAUNCHES = 60
 COPIES = 40
@@ -61,7 +61,10 @@ def case_of(layout: LatentFormat, heads: int, **given: Any) -> SparseCase:
 
 
 def tile_of(case: SparseCase, rows: int, **changes: Any) -> SparseTile:
-    """What so many rows would be given, with other options; fewer than 8 of few heads, as 8."""
+    """The tile for a number of rows, with some options changed.
+
+    With few heads, fewer than 8 rows get the tile of 8.
+    """
     shape = SparseShape(case.num_heads, case.topk, case.layout)
     options = replace(usual_options(shape), **changes)
     if case.num_heads <= FEW:
@@ -76,7 +79,7 @@ def options_of(heads: int) -> tuple[dict[str, Any], ...]:
 
 
 def served(*heads: int) -> list[Any]:
-    """Layouts and heads that a kernel for Hopper serves."""
+    """Parameters of a test: pairs of a layout and a number of heads that a Hopper kernel serves."""
     return [
         pytest.param(layout, count, id=f"{layout.value}-{count}")
         for layout in LAYOUTS
@@ -151,7 +154,7 @@ def test_every_launch_gives_the_same_bits(layout: LatentFormat, heads: int, rows
     once = trial.results()
     for changes in options_of(heads):
         if changes.get("balanced"):
-            # Where a row lies in a batch decides where its list is cut.
+            # With balanced cuts, a row's place in the batch decides where its list is cut.
             continue
         tile, first = tile_of(trial.case, rows, **changes), None
         for _ in range(LAUNCHES):
@@ -167,7 +170,7 @@ def test_every_launch_gives_the_same_bits(layout: LatentFormat, heads: int, rows
 @pytest.mark.parametrize("copies", [7, 14, COPIES])
 @pytest.mark.parametrize(("layout", "heads"), served(64, 128))
 def test_bits_do_not_depend_on_who_is_last(layout: LatentFormat, heads: int, copies: int) -> None:
-    """Of two programs that have parts of a list."""
+    """Bits do not depend on which of two programs with parts of a list arrives last."""
     trial = SparseTrial(case_of(layout, heads))
     given = trial.arguments()
     for name in ("query", "rotary", "indices", "topk_lens"):
@@ -179,7 +182,7 @@ def test_bits_do_not_depend_on_who_is_last(layout: LatentFormat, heads: int, cop
         workspace = workspace_for(tile, rows, heads, TOPK, 512, DEVICE)
         assert workspace.counters is not None
         for launch in range(2 * LAUNCHES):
-            # What one launch leaves is not what another finds.
+            # Fill the workspace anew: a launch must not read what the one before it left.
             for poison in (workspace.states, workspace.sums):
                 poison.fill_(float("nan") if launch % 2 else 0.0)
             out, lse = (torch.cat([tensor] * copies) for tensor in once)
@@ -226,7 +229,7 @@ def test_a_graph_replays_other_lists(layout: LatentFormat, heads: int) -> None:
 
 
 def test_rows_far_into_a_large_cache() -> None:
-    """Offsets beyond 2^31 bytes and elements."""
+    """Rows at offsets beyond 2^31 bytes and beyond 2^31 elements are read."""
     if torch.cuda.get_device_properties(DEVICE).total_memory < 24 * 2**30:
         pytest.skip("needs 10 GiB")
     for layout, heads in ((LAYOUTS[0], 64), (LAYOUTS[1], 16), (LAYOUTS[2], 64), (LAYOUTS[2], 16)):

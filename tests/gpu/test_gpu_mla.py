@@ -1,4 +1,4 @@
-"""Latent decode in plain Triton at a serving engine's sizes, against float64 on the device."""
+"""The portable latent decode kernel at an engine's sizes, against float64 on the device."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ DEVICE = torch.device("cuda")
 BLOCK, RANK, WIDTH = 64, 512, 576
 SCALE = 192**-0.5
 UNIFORM = [4096] * 128
-"""A row is all one program's, and of more segments than that holds at a time."""
+"""Lengths with one program per row, and more segments of a row than a program holds at a time."""
 RAGGED = [1, 63, 4097, 9000, 2048, 2049, 20_000, *range(100, 6000, 117)]
 FEW = [40_000, 512]
-"""Rows of several bundles, cut between programs."""
+"""Lengths with rows that are cut between programs; the long row has several segment groups."""
 
 pytestmark = pytest.mark.gpu
 
 
 def error_of(found: Tensor, wanted: Tensor) -> float:
-    """Largest relative norm over rows ``[H, L]``."""
+    """The largest relative error over rows ``[H, L]``, by the norm of each row."""
     norms = wanted.norm(dim=-1)
     return float(((found.double() - wanted).norm(dim=-1) / norms).max())
 
 
 class Serving:
-    """A layer with a cache of random rows, poison where none lives, over a permuted table."""
+    """A layer over a permuted table; its cache has random rows, and poison in unused slots."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Serving:
             scratch.fill_(float("nan"))
 
     def attend(self) -> tuple[Tensor, Tensor]:
-        """Output ``[T, H, L]`` and LSE ``[T, H]``."""
+        """Run the decode kernel; the results are output ``[T, H, L]`` and LSE ``[T, H]``."""
         query = (self.query[..., :RANK], self.query[..., RANK:])
         found: tuple[Tensor, Tensor] = self.impl.forward_mqa(
             query, self.cache, self.record, self.layer
@@ -114,7 +114,7 @@ class Serving:
         return found
 
     def check(self, found: Tensor, lse: Tensor) -> None:
-        """Every row, within twice the error of weights and result that are rounded as they are."""
+        """Check every row: its error is at most twice what rounding weights and result costs."""
         assert bool(torch.isfinite(found).all())
         errors, budgets = [], []
         for request, (length, rows) in enumerate(zip(self.lens, self.rows, strict=True)):

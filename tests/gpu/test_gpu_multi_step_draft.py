@@ -1,5 +1,6 @@
-"""A draft loop of five steps, captured once and replayed, against eager steps built anew; planned
-on the host, each step's forward is a graph of its own.
+"""A draft loop of five steps, captured once and replayed, against eager steps that are built anew.
+
+Where the host plans, each step's forward is a graph of its own.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ ON_HOST: dict[str, tuple[type[AttentionBackend], MlaKernel]] = {
 
 
 class Drafting:
-    """A layer over a cache that holds every token that a draft may come to."""
+    """A layer over a cache with a row for every token that drafting may reach."""
 
     def __init__(self, name: str, cache_dtype: CacheDType) -> None:
         backend, kernel = (TRIPLES | ON_HOST)[name]
@@ -118,7 +119,7 @@ def test_a_replayed_loop_equals_eager_steps(name: str, cache_dtype: CacheDType) 
             found.append(layer.forward(draft.next(), step))
         return found
 
-    # Kernels are compiled outside the graph.
+    # This first run compiles the kernels, outside the graph.
     loop(draft.begin(*layer.verified(0)))
     record = draft.begin(*layer.verified(0))
     torch.cuda.synchronize()
@@ -153,7 +154,7 @@ def test_steps_planned_on_the_host_replay_their_forwards(cache_dtype: CacheDType
     batch, rejected = layer.verified(0)
     draft.begin(batch, rejected, rejected.cpu())
     record = builder.build_for_cudagraph_capture(draft.batch)
-    # Kernels are compiled, and scales read, outside the graph.
+    # This first run compiles the kernels and reads the scales, outside the graph.
     layer.forward(record, 0)
     torch.cuda.synchronize()
     graphs: list[tuple[Any, tuple[Tensor, Tensor]]] = []
@@ -181,7 +182,7 @@ def test_steps_planned_on_the_host_replay_their_forwards(cache_dtype: CacheDType
 def _check_row(
     layer: Drafting, found: Tensor, length: int, row: int, step: int, cache_dtype: CacheDType
 ) -> None:
-    """One request against float64 on what was meant to be cached."""
+    """Check one request against float64, over the keys that should be in the cache."""
     keys = layer.rows[row, :length].double().cpu()
     if cache_dtype is CacheDType.FP8:
         keys = (keys / 0.05).clamp(-448, 448).to(torch.float8_e4m3fn).double() * 0.05

@@ -1,5 +1,7 @@
-"""Others' kernels of sparse latent attention, the real packages, against the definition in float64:
-poison wherever nothing may be read, duplicates and gaps in lists, lists of nothing, graphs.
+"""Vendors' kernels of sparse latent attention, by the real packages, against float64.
+
+Slots that must not be read hold poison. Lists have duplicates and gaps, and some are empty. Graphs
+are tested too.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ RUNS_ON: dict[SparseKernel, tuple[int, ...]] = {
     K.TRTLLM: (10,),
     K.TRITON_SPARSE: (8, 9, 10, 12),
 }
-"""Major compute capabilities that each kernel has code for."""
+"""The major compute capabilities that each kernel has code for."""
 
 
 def skip_or_fail(error: Exception, *kernels: SparseKernel) -> NoReturn:
@@ -74,18 +76,18 @@ def skip_or_fail(error: Exception, *kernels: SparseKernel) -> NoReturn:
 
 @dataclass
 class Calls:
-    """A kernel's calls over rows that it reads as they are."""
+    """The planned calls of a kernel, over rows that it reads without conversion."""
 
     plan: PhasePlan
     planned: PlannedCalls
     indices: Tensor
-    """``[T, width]``: the room that every call's lists are put into."""
+    """``[T, width]``: the buffer that holds the lists of each call."""
     launch: SparseLaunch
-    """Of the library's own kernel, which takes what FlashInfer's does not."""
+    """The launch of the library's own kernel, which runs rows that FlashInfer's kernel does not."""
 
 
 def calls_of(kernel: SparseKernel, layout: LatentFormat, heads: int, phase: SparsePhase) -> Calls:
-    """Planned for rows of ``LENS``; skips where the kernel is not here, with the reason."""
+    """Plan a kernel's calls for rows of ``LENS``; skip, with the reason, if it is unavailable."""
     setup = SparseSetup(
         *(layout, kernel, kernel, heads, TOPK, 64, DType.BFLOAT16, capability_of(DEVICE))
     )
@@ -124,7 +126,7 @@ def case_of(layout: LatentFormat, heads: int, lens: tuple[int, ...] = LENS) -> S
 
 
 def rounded(trial: SparseTrial, plan: PhasePlan) -> SparseTrial:
-    """Queries as a kernel that takes them in e4m3 sees them."""
+    """Round the queries of a trial as a kernel that takes them in e4m3 does."""
     if plan.query_dtype is DType.FLOAT8_E4M3FN:
         codes = (trial.query.float() / 0.5).clamp(-448, 448).to(torch.float8_e4m3fn)
         trial.query = (codes.float() * 0.5).bfloat16()
@@ -132,7 +134,7 @@ def rounded(trial: SparseTrial, plan: PhasePlan) -> SparseTrial:
 
 
 def listed(trial: SparseTrial, plan: PhasePlan) -> tuple[Tensor, Tensor | None]:
-    """Lists as the transform leaves them for a kernel, and lengths where it takes them."""
+    """The lists as ``transform_topk`` leaves them for a kernel, and lengths if it takes them."""
     ids = trial.indices.clone()
     ids[torch.arange(TOPK) >= trial.lens[:, None]] = -1
     if plan.skips_minus_one:
@@ -145,7 +147,7 @@ def listed(trial: SparseTrial, plan: PhasePlan) -> tuple[Tensor, Tensor | None]:
 
 
 def call_of(trial: SparseTrial, calls: Calls) -> SparseCall:
-    """On tensors of NaN."""
+    """A call with output and LSE full of NaN."""
     case, plan = trial.case, calls.plan
     ids, counts = listed(trial, plan)
     calls.indices.fill_(-1)
@@ -179,7 +181,7 @@ def test_states(kernel: SparseKernel, layout: LatentFormat, heads: int, phase: S
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize(("kernel", "layout"), DIRECT, ids=IDS)
 def test_full_lists(kernel: SparseKernel, layout: LatentFormat, heads: int) -> None:
-    """Without a gap: those that a plan with full lists is for."""
+    """Full lists without gaps run on a plan for full lists."""
     calls = calls_of(kernel, layout, heads, SparsePhase.DECODE)
     trial = rounded(SparseTrial(case_of(layout, heads, (TOPK,) * len(LENS))), calls.plan)
     first = trial.indices.max(1, keepdim=True).values
@@ -201,7 +203,7 @@ def test_a_graph_replays_other_lists(
         rounded(SparseTrial(case_of(layout, heads, lens), seed), calls.plan)
         for seed, lens in enumerate(others)
     ]
-    # The graph reads the first one's cache, which is written over.
+    # The graph reads the cache of the first trial, so the other caches are copied over it.
     caches = [trial.cache.clone() for trial in trials]
     call = call_of(trials[0], calls)
     attend = ATTENDERS[kernel]
@@ -248,8 +250,9 @@ SEQUENCES = [
 def test_prefill_decode_and_prefill_again(
     layout: LatentFormat, prefill: SparseKernel, decode: SparseKernel
 ) -> None:
-    """Through builder and impl, over an fp8 cache, what crashed where decodes decided for the
-    prefills that followed.
+    """Builder and impl alternate prefills and decodes over an fp8 cache.
+
+    This crashed when decodes decided how later prefills run.
     """
     config: Any = CONFIG.replace(
         kernels=Kernels(sparse=SparseKernels(prefill=prefill, decode=decode))

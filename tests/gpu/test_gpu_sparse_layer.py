@@ -85,7 +85,7 @@ def test_nothing_waits_for_the_device(layout: LatentFormat) -> None:
 
 
 def test_a_row_s_bits_are_its_own_where_that_is_asked_for() -> None:
-    """Alone, as a decode, or in the middle of a prompt: with 128 heads too."""
+    """A row has the same bits alone, as a decode, and in the middle of a prompt."""
     for heads in HEADS:
         layer = layer_of(STORED_FORMATS[2], heads, batch_invariant=True)
         whole = layer.step([(0, 0, 2300), (1, 0, 300)])

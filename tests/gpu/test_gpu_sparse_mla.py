@@ -1,4 +1,4 @@
-"""Sparse latent attention and its indexer at a serving engine's sizes, on a GPU."""
+"""Sparse latent attention and its indexer on a GPU, at the sizes of a serving engine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def case_of(layout: LatentFormat, heads: int, **given: Any) -> SparseCase:
 
 
 def tile_of(case: SparseCase, rows: int, batch_invariant: bool = False) -> SparseTile:
-    """What so many rows are given on this device."""
+    """The tile for a number of rows on this device."""
     gpu = device_facts(DEVICE)
     size = torch.empty((), dtype=case.dtype).element_size()
     shape = SparseShape(case.num_heads, case.topk, case.layout, size)
@@ -135,7 +135,7 @@ def test_every_launch_gives_the_same_bits(layout: LatentFormat, heads: int, rows
 
     first = launch()[0]
     assert trial.misses(*first) == {}
-    # Copies of the rows too, on whatever multiprocessor they are.
+    # Copies of the rows have the same bits, on whatever multiprocessor they run.
     for _ in range(LAUNCHES):
         assert all(same(first, copy) for copy in launch())
 
@@ -175,7 +175,7 @@ def test_a_graph_replays_other_lists(layout: LatentFormat, heads: int) -> None:
 
 
 def test_rows_far_into_a_large_cache() -> None:
-    """Offsets beyond 2^31 bytes and elements."""
+    """Rows at offsets beyond 2^31 bytes and beyond 2^31 elements are read."""
     block, row = 64, 656
     blocks = 2**32 // (block * row) + 9
     if torch.cuda.get_device_properties(DEVICE).total_memory < 12 * 2**30:
@@ -196,7 +196,7 @@ def test_rows_far_into_a_large_cache() -> None:
 
 
 class Keys:
-    """Paged keys of requests of some lengths, NaN in unused slots."""
+    """Paged index keys of requests with given lengths; unused slots hold NaN."""
 
     def __init__(self, lens: list[int], heads: int, dtype: torch.dtype) -> None:
         generator = torch.Generator(DEVICE).manual_seed(0)
@@ -227,7 +227,7 @@ class Keys:
         return logits
 
     def check(self, logits: Tensor, fraction: float) -> None:
-        """Within a fraction of what the terms are without signs."""
+        """Check that errors of logits are within a fraction of the sum of their absolute terms."""
         for row, length in enumerate(self.lens.tolist()):
             keys = reference.read_index_keys(self.cache, self.table[row], length, torch.float64)
             query, weights = self.query[row].double(), self.weights[row].double()

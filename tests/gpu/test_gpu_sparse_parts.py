@@ -1,4 +1,4 @@
-"""What surrounds sparse latent attention, on a real GPU: kernels against twins, bit for bit."""
+"""Kernels around sparse latent attention, on a real GPU: bit for bit against their twins."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PAIRS = [(one.source, one.target) for one in CONVERSIONS]
 
 @contextmanager
 def by_twin() -> Iterator[None]:
-    """The operations run in torch, on the GPU too."""
+    """Make the operations run by their twins in torch, on the GPU too."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         for module in (latent_convert, topk_transform):
             monkeypatch.setattr(module, "has_kernel", lambda rows: False)
@@ -48,7 +48,7 @@ def layout_of(latent: LatentFormat, model: torch.dtype) -> LatentKVLayout:
 
 
 def filled(latent: LatentFormat, model: torch.dtype) -> tuple[LatentKVLayout, Tensor]:
-    """A cache of finite values of every size, zeros among them."""
+    """A cache of finite values of many magnitudes, with zeros among them."""
     random = torch.Generator().manual_seed(0)
     layout = layout_of(latent, model)
     x = torch.randn(N * P, 576, generator=random) * torch.logspace(-4, 4, N * P)[:, None]
@@ -205,7 +205,7 @@ def test_a_step_is_built_without_waiting_and_replayed(
 ) -> None:
     if decode is not K.TRITON_SPARSE and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("FlashMLA's plans here are for compute capability 9.0")
-    # Plans alone are made: no kernel of others is called.
+    # The test only makes plans, and calls no vendor's kernel.
     monkeypatch.setattr(sparse_mla_choice, "unavailable_kernels", dict)
     monkeypatch.setattr(sparse_calls, "LOADERS", {})
     spec = latent_spec(STORED_FORMATS[1], P, topk=64)
@@ -240,7 +240,7 @@ def test_a_step_is_built_without_waiting_and_replayed(
         return rows.indices if slots is None else slots
 
     batch, other = batch_of([4, 4, 4], [70, 4, 3000]), batch_of([4, 2, 4], [200, 90, 1000])
-    # Contexts as a whole, and what few tokens list.
+    # Some steps convert whole contexts, others only the rows that few tokens list.
     steps = [batch, other, batch_of([1, 300, 100], [500, 300, 900]), batch_of([5], [3500])]
     for one in steps:
         builder.build(0, one)

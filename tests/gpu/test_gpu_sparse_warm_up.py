@@ -1,4 +1,4 @@
-"""Once it is warm, a sparse layer and its indexer serve steps of any size and compile nothing."""
+"""After warm-up, a sparse layer and its indexer serve steps of any size and compile nothing."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def batch_of(lens: list[int]) -> CommonAttentionMetadata:
 
 @contextmanager
 def compiled() -> Iterator[list[str]]:
-    """What Triton compiles for a launch meanwhile."""
+    """The names of kernels that Triton compiles for a launch while the context is open."""
     import triton
 
     names: list[str] = []

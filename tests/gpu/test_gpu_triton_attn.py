@@ -1,4 +1,4 @@
-"""What only a GPU shows of TRITON_ATTN: races, graphs, large offsets, allocations."""
+"""TRITON_ATTN's behaviour that only a GPU shows: races, graphs, large offsets, allocations."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ class Setup:
     invariant: bool = False
     prefill_kernel: PrefillKernel = PrefillKernel.TRITON
     decode_kernel: DecodeKernel = DecodeKernel.TRITON
-    """On every GPU the same ones here; those for Hopper have files of their own."""
+    """The tests here run the portable kernels on every GPU; Hopper kernels have their own files."""
     window: int | None = None
     chunk: int | None = None
     fill_byte: int | None = None
-    """Bytes of the whole cache; None fills it with normal rows."""
+    """The byte that fills the whole cache; None fills it with normally distributed rows."""
 
 
 class Serving:
-    """A triple over a cache whose every slot holds a row."""
+    """A backend's builder and impl over a cache with a row in every slot."""
 
     def __init__(self, setup: Setup, seed: int = 0) -> None:
         self.setup = setup
@@ -108,12 +108,12 @@ class Serving:
         return rows.to(self.setup.dtype.torch)
 
     def rows(self, count: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of as many tokens."""
+        """Random keys and values of ``count`` tokens."""
         shape = (count, self.setup.kv_heads, self.setup.head_size)
         return self.normal(*shape), self.normal(*shape)
 
     def queries(self, count: int) -> Tensor:
-        # Far from flat: a lost or a doubled key shows.
+        # The softmax is far from flat, so that a lost or doubled key shows.
         return self.normal(count, self.setup.heads, self.setup.head_size) * 3
 
     def write(self, slots: Tensor, rows: tuple[Tensor, Tensor] | None = None) -> None:
@@ -151,7 +151,7 @@ Results = tuple[Tensor, Tensor]
 
 
 def same(one: Results, other: Results) -> bool:
-    """Bit for bit; what is compared holds no NaN."""
+    """Whether two results are equal; a NaN in one would make them differ."""
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
@@ -160,7 +160,7 @@ def part(results: Results, start: int, stop: int) -> Results:
 
 
 def disturb(turn: int) -> None:
-    """Leave something else in the caches, and a launch of another length in the way."""
+    """Change what the GPU's caches hold, and put a launch of another length in between."""
     size = (turn % 7) * (1 << 22) + 1
     torch.empty(size, device=DEVICE).fill_(turn)
 
@@ -174,9 +174,9 @@ KINDS = {
     "fp8_verify": (Setup(cache_dtype=CacheDType.FP8), 4),
     "int4": (Setup(cache_dtype=CacheDType.INT4_PER_TOKEN_HEAD), 1),
     "one_kv_head": (Setup(heads=16, kv_heads=1), 2),
-    # A tile of its own: two warps, four programs per multiprocessor.
+    # This layer has a tile of its own: two warps, four programs per multiprocessor.
     "narrow_window": (Setup(heads=16, head_size=64, speculative=None, window=128), 1),
-    # 64 rows, with half the keys of other tiles of such heads.
+    # This tile has 64 rows, and half the keys of other tiles at this head size.
     "tall_d64": (Setup(heads=16, head_size=64, speculative=7), 8),
     "tall_window": (Setup(heads=16, head_size=64, speculative=7, window=128), 8),
     "fp32": (Setup(dtype=DType.FLOAT32, head_size=64), 1),
@@ -184,14 +184,14 @@ KINDS = {
 
 
 def ragged(rows: int, most: int, seed: int, least: int = 4) -> list[int]:
-    """Lengths of all sizes, borders of segments among them."""
+    """Random lengths, some at the borders of segments."""
     dice = random.Random(seed)
     sizes = [dice.choice((dice.randint(least, most), 1024, 1025, 2048, least)) for _ in range(rows)]
     return [min(size, most) for size in [most, *sizes[1:]]]
 
 
 def check_launches(setup: Setup, query_len: int, launches: int, rows: int) -> None:
-    """Every launch takes some of the requests in some order; each request has one result."""
+    """Check that a request has one result, though launches take random requests in any order."""
     serving = Serving(setup)
     builder = serving.builder()
     lens = ragged(rows, setup.max_len, 1, max(query_len, 4))
@@ -217,11 +217,11 @@ def check_launches(setup: Setup, query_len: int, launches: int, rows: int) -> No
 
 
 SHAPES = ("128 x 8k", "one", "ragged")
-"""Batches that are launched again and again: the first is where a prototype's race showed most."""
+"""Batches that are launched again and again; a prototype's race showed most in the first."""
 
 
 def check_repeats(serving: Serving, query_len: int, shape: str) -> None:
-    """120 launches of a batch, each with a plan of its own."""
+    """Check that 120 launches of a batch, each with a new plan, give the same bits."""
     setup = serving.setup
     lens = {
         "128 x 8k": [8192] * 128,
@@ -246,7 +246,7 @@ def test_120_launches_among_other_neighbours_give_the_same_bits(kind: str) -> No
 
 
 def check_alone(setup: Setup, rows: int, verify: int = 4) -> None:
-    """A row alone, amid others, and as the last of a verify."""
+    """Check that a row has the same bits alone, amid others, and as the last of a verify."""
     serving = Serving(setup)
     builder = serving.builder()
     lens = ragged(rows, setup.max_len, 3)
@@ -302,7 +302,7 @@ STEPS = {
 
 
 class StaticBatch:
-    """The tensors of a runner that graphs were captured with."""
+    """A batch of the runner's own tensors, with which graphs are captured."""
 
     def __init__(self, rows: int, tokens: int, width: int) -> None:
         self.rows, self.tokens = rows, tokens
@@ -320,7 +320,7 @@ class StaticBatch:
         )
 
     def put(self, batch: CommonAttentionMetadata) -> CommonAttentionMetadata:
-        """The values of a step in place; unused entries of the table are wild."""
+        """Copy a step into the tensors; unused table entries point outside the cache."""
         static = self.batch
         static.query_start_loc.copy_(batch.query_start_loc)
         static.query_start_loc_cpu.copy_(batch.query_start_loc_cpu)
@@ -332,7 +332,12 @@ class StaticBatch:
 
 
 def captured(run: Any) -> Any:
-    """What ``run`` returned while it was captured, and the graph's replay; on a CPU, a call."""
+    """Capture ``run`` in a graph.
+
+    Returns:
+        The tensors that ``run`` returned, and a function that replays the graph. On a CPU that
+        function calls ``run`` again and copies its results into the tensors.
+    """
     if DEVICE.type != "cuda":
         held = run()
 
@@ -403,8 +408,10 @@ while True:
 
 @contextmanager
 def another_process() -> Iterator[None]:
-    """One whose context comes and goes: each time, kernels of this one are stopped in their midst,
-    and go on with their registers and shared memory as they were saved.
+    """Another process that makes and destroys CUDA contexts.
+
+    Each time, running kernels of this process are stopped midway. They go on with the registers and
+    shared memory that were saved.
     """
     with subprocess.Popen([sys.executable, "-c", _COMES_AND_GOES]) as process:
         try:
@@ -417,7 +424,7 @@ def another_process() -> Iterator[None]:
 def check_interrupted(
     setup: Setup, query_len: int, rows: int = 64, seconds: float = 5.0, processes: int = 2
 ) -> None:
-    """Interrupted launches give the bits of undisturbed ones."""
+    """Check that interrupted launches give the same bits as undisturbed launches."""
     serving = Serving(setup)
     builder = serving.builder()
     lens = ragged(rows, setup.max_len, 6, max(query_len, 4))
@@ -438,7 +445,7 @@ def check_interrupted(
                     wrong += (actual != expected).any() | actual.isnan().any()
             torch.cuda.synchronize()
     assert int(wrong) == 0
-    # Of rows with many new tokens alone there is no split.
+    # A step of prefills only has no split-KV plan.
     assert record.split is None or not bool(record.split.counters.any())
     assert builder.planner.buffers["taken"].item() == 0
 
@@ -456,7 +463,7 @@ def check_far_blocks(
     query_lens: tuple[int, ...] = (1, 4, 40),
     prefill_kernel: PrefillKernel = PrefillKernel.TRITON,
 ) -> None:
-    """The same rows in the first and in the last blocks of a cache give the same bits."""
+    """Check that rows give the same bits in the first and in the last blocks of a cache."""
     setup = Setup(
         heads=4,
         kv_heads=1,
@@ -496,7 +503,7 @@ def check_far_blocks(
 
 
 def many_blocks() -> int:
-    """Blocks of a cache that 32-bit offsets do not reach; skips where there is no room for them."""
+    """A number of blocks that 32-bit offsets do not reach; skip if memory is too small."""
     per_block = 2 * BLOCK * 128
     num_blocks = (1 << 31) // per_block + 4096
     free, _ = torch.cuda.mem_get_info()
@@ -554,7 +561,7 @@ def test_forward_and_a_rebuild_allocate_nothing_after_a_warm_up(kind: str) -> No
 def draft(
     serving: Serving, builder: Any, batch: Any, queries: Tensor, rows: tuple[Tensor, Tensor]
 ) -> list[Tensor]:
-    """As many draft steps as there are queries, each writing its token's row first."""
+    """Run one draft step for each of ``queries``; a step first writes its token's row."""
     found: list[Tensor] = []
     for turn, query in enumerate(queries):
         if turn:
@@ -570,7 +577,7 @@ def check_drafting(setup: Setup, rows: int, steps: int, replays: int) -> None:
     shape = (steps, rows, setup.kv_heads, setup.head_size)
     new = serving.normal(*shape), serving.normal(*shape)
     queries = serving.queries(steps * rows).view(steps, rows, setup.heads, -1)
-    # Every request has blocks of its own, which its drafts are written to.
+    # Every request has blocks of its own, since drafts are written to them.
     width = setup.num_blocks // (rows + 1)
     table = torch.arange(rows * width, dtype=torch.int32, device=DEVICE).view(rows, width) + width
     most = min(width * BLOCK, setup.max_len)
@@ -579,7 +586,7 @@ def check_drafting(setup: Setup, rows: int, steps: int, replays: int) -> None:
     batch = static.put(serving.step([1] * rows, [most // 2] * rows, table))
     held, replay = captured(lambda: draft(serving, builder, batch, queries, new))
     for _ in range(replays):
-        # Some requests reach the limit while drafting, and become padding.
+        # Some requests reach the length limit while drafting, and become padding.
         lens = [dice.choice((1, dice.randint(1, most - 1), most - 1, most)) for _ in range(rows)]
         step = serving.step([1] * rows, lens, table)
         static.put(step)

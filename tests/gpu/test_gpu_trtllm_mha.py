@@ -1,5 +1,6 @@
-"""TRTLLM_MHA and a mix with it on a real GPU, beyond the conformance suite: nothing waits for it,
-and steps that a graph replays find what a build wrote.
+"""TRTLLM_MHA and a mixed backend with it on a real GPU, beyond the conformance suite.
+
+No call waits for the GPU, and steps that a graph replays find what a build wrote.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def test_build_and_forward_wait_for_nothing(case: Case) -> None:
     trial = DenseTrial(TrtllmMhaBackend, case, CUDA)
     trial.write()
     builder, cache = trial.builder(), trial.cache()
-    # Kernels are compiled, and scales read, by the first call.
+    # The first call compiles kernels and reads scales, so it may wait for the GPU.
     trial.attend(trial.build(builder), trial.inputs, cache)
     torch.cuda.synchronize()
     with waits_are_errors():

@@ -1,4 +1,4 @@
-"""TRTLLM_MLA on a real GPU: by TRITON_MLA's kernel anywhere, by the vendor's where it runs."""
+"""TRTLLM_MLA on a real GPU: by TRITON_MLA's kernel on every GPU, by trtllm-gen where it runs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_build_and_forward_wait_for_nothing(case: LatentCase) -> None:
     trial = ByTriton(BACKEND, case, CUDA)
     trial.write()
     builder, cache = trial.builder(), trial.cache()
-    # Kernels are compiled by the first call.
+    # The first call compiles kernels, so it may wait for the GPU.
     trial.attend(trial.build(builder), trial.inputs, cache)
     torch.cuda.synchronize()
     with waits_are_errors():
@@ -68,7 +68,7 @@ def test_build_and_forward_wait_for_nothing(case: LatentCase) -> None:
 @pytest.mark.parametrize("kernel", RopeKernel)
 @pytest.mark.parametrize("name", ["ragged_decode", "ragged_verify", "padding_tokens_counted"])
 def test_queries_that_came_quantised_are_attended(name: str, kernel: RopeKernel) -> None:
-    """By Triton's kernel: the whole fp8 path of a step, without trtllm-gen."""
+    """The whole fp8 path of a step runs on TRITON_MLA's kernel, without trtllm-gen."""
     reason = unavailable_reason(load_rope)
     if kernel is RopeKernel.FLASHINFER and reason is not None:
         pytest.skip(reason)
@@ -83,7 +83,7 @@ def test_queries_that_came_quantised_are_attended(name: str, kernel: RopeKernel)
     record, before = trial.build(trial.builder()), trial.buffer.clone()
     query = trial._absorbed(trial.inputs.query)
     parts = trial._parts(trial.inputs.key)
-    # At position 0 nothing turns.
+    # With cosines of 1 and sines of 0, position 0 rotates nothing.
     table = torch.cat([torch.ones(1, 32), torch.zeros(1, 32)], -1).to(CUDA)
     positions = torch.zeros(len(query), dtype=torch.int64, device=CUDA)
     q_out = torch.zeros(query.shape, device=CUDA).to(torch.float8_e4m3fn)
@@ -102,11 +102,11 @@ def test_queries_that_came_quantised_are_attended(name: str, kernel: RopeKernel)
 @pytest.mark.parametrize("scale", [1.0, 0.037, 0.3, 7.7e-4, 123.4])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_quotients_have_the_bits_of_divisions(dtype: torch.dtype, scale: float) -> None:
-    """The kernel multiplies by a reciprocal and corrects; every 16-bit number is tried."""
+    """The kernel multiplies by a reciprocal and corrects the result, for every 16-bit number."""
     every = torch.arange(-(2**15), 2**15, device=CUDA).to(torch.int16).view(dtype)
     rows = every.where(every.isfinite(), 0).view(128, 512)
     given = rows[:, None], torch.zeros(128, 1, 64, device=CUDA, dtype=dtype)
-    # Rotary parts of zeros stay so.
+    # Rotary parts of zeros stay zeros.
     table, positions = torch.ones(1, 64, device=CUDA), torch.zeros(128, device=CUDA).long()
     q_out = torch.zeros(128, 1, 576, device=CUDA).to(torch.float8_e4m3fn)
     k_out, factor = q_out[:, 0].clone(), torch.tensor(scale, device=CUDA)

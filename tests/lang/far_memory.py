@@ -1,6 +1,6 @@
-"""Tensors whose elements lie further apart than 32 bits reach, in memory that nobody pays for.
+"""Tensors with elements further apart than 32-bit offsets reach, in memory that is mostly unused.
 
-Linux gives a page of memory to the process that writes it, and to nobody before.
+Linux provides a page of such memory only when a process first writes to it.
 """
 
 from __future__ import annotations
@@ -19,26 +19,24 @@ from attn.testing.latent_trial import LatentTrial
 from attn.testing.trial import Trial
 
 _NO_RESERVE = 0x4000
-"""Linux's ``MAP_NORESERVE``, which Python names from 3.13 on."""
+"""Linux's ``MAP_NORESERVE``; Python has a name for it from 3.13 on."""
 BEHIND = 1 << 34
-"""Bytes before a tensor: where an offset points that has lost its upper bits, nothing is but
-zeros."""
+"""Zero bytes before a tensor: an offset that has lost its upper bits points there."""
 PAGE_BYTES = 1 << 30
-"""From one page of a cache to the next: in elements a stride that fits 32 bits, whose products with
-the numbers of a few pages do not."""
+"""Bytes from one page of a cache to the next.
+
+In elements this stride fits 32 bits, but its product with the number of a page soon does not."""
 
 
 def far_bytes(count: int) -> Tensor:
-    """``[count]`` uint8, all zero."""
+    """Allocate ``[count]`` uint8, all zero, with zeros before it."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
     memory = mmap.mmap(-1, BEHIND + count, flags=flags)
     return torch.frombuffer(memory, dtype=torch.uint8)[BEHIND:]
 
 
 def spread(x: Tensor, axis: int, stride: int) -> Tensor:
-    """The elements of ``x`` with ``stride`` from one index of an axis to the next; the other axes
-    keep their strides.
-    """
+    """Copy ``x`` with ``stride`` elements between indices of an axis; other axes keep theirs."""
     strides = [*x.stride()]
     strides[axis] = stride
     last = sum((size - 1) * step for size, step in zip(x.shape, strides, strict=True))
@@ -50,7 +48,7 @@ def spread(x: Tensor, axis: int, stride: int) -> Tensor:
 
 @contextmanager
 def far_pages() -> Iterator[None]:
-    """Trials with padded pages have pages of :data:`PAGE_BYTES`."""
+    """Give trials with padded pages a page size of :data:`PAGE_BYTES`."""
 
     def page_bytes(self: Any) -> int:
         return PAGE_BYTES

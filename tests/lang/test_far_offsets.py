@@ -1,7 +1,7 @@
-"""Kernels over caches, and rows, whose offsets in elements do not fit 32 bits.
+"""Kernels over caches and rows with offsets, in elements, that do not fit 32 bits.
 
-Every stride does, as strides do in caches that are large and not strange: Triton then has it as
-int32, and a product with the number of a page is one unless the kernel says otherwise.
+Every stride fits, as it does in a large cache of an engine. Triton then passes the stride as int32,
+and its product with the number of a page is int32 too unless the kernel converts it.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ CACHES = (
     CacheDType.INT4_PER_TOKEN_HEAD,
 )
 TOKEN = 1 << 27
-"""From one token to the next, in elements: the seventeenth is 2^31 away."""
+"""Elements from one token to the next: token 16 lies at offset 2^31."""
 ROW = 1 << 30
-"""From one row to the next, in elements: the third is 2^31 away."""
+"""Elements from one row to the next: row 2 lies at offset 2^31."""
 
 
 def findings(trial: Trial) -> dict[str, list[str]]:
-    """What is wrong with one step over a far cache: what is written, and what is attended."""
+    """The oracle's findings about one step over a far cache: its writes and its attention."""
     trial.write()
     record = trial.build(trial.builder())
     result = CaseResult()
@@ -115,7 +115,7 @@ def far_rows(*shape: int, **given: Any) -> Tensor:
     return spread(poisoned(*shape, **given), 0, TOKEN)
 
 
-# Of the decodes the last two lie past 2^31, and so does the prefill.
+# The last two decodes and the prefill lie at offsets of 2^31 and more.
 ROWS = BatchSpec("far_rows", (1,) * 18 + (20,), (5,) * 18 + (30,))
 ENCODER = AttentionType.ENCODER_ONLY
 KINDS = {
@@ -175,10 +175,10 @@ def test_listed_rows_lie_anywhere(layout: LatentFormat, name: str) -> None:
     heads, tile = TILES[name]
     trial = SparseTrial(SparseCase(layout, heads, (90, 40, 5)))
     given = trial.arguments()
-    # In units of what rows are aligned to, 16 bytes.
+    # The kernel counts offsets in units of 16 bytes, to which rows are aligned.
     pages = spread(trial.cache, 0, 1 << 33)
     one = trial.cache.reshape(1, -1, trial.cache.shape[2])
-    # Of one page rows are numbered through.
+    # In a cache of one page, the number of a row is its place in the page.
     rows = spread(one, 1, 1 << 29)
     queries = {name: spread(given[name], 0, ROW) for name in ("query", "rotary")}
     for changes in ({"kv_cache": pages}, {"kv_cache": rows}, queries):
@@ -191,13 +191,13 @@ def test_index_keys_are_written_gathered_and_scored() -> None:
     given = Paged((130, 1, 64, 65), 4, torch.float16)
     cache = spread(given.cache, 0, PAGE_BYTES)
     count, width = 64 * len(cache), cache.shape[2] - 4
-    # Scores of the keys as they lie.
+    # The scores of the keys that the cache holds must be equal.
     lens = torch.tensor(given.lens, dtype=torch.int32)
     found = [torch.zeros(4, 256) for _ in range(2)]
     for logits, keys in zip(found, (given.cache, cache), strict=True):
         paged_index_logits(given.query, given.weights, keys, given.table, None, lens, logits)
     assert torch.equal(*found)
-    # The same keys, and others written over them.
+    # New keys are written over some of them, and must be read back alike.
     slots = torch.randperm(count, generator=torch.Generator().manual_seed(0))[:99]
     rows = []
     for keys in (given.cache, cache):

@@ -15,7 +15,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORMS = [False]
 if DEVICE == "cuda" and torch.cuda.get_device_capability() >= (8, 9):
     FORMS.append(True)
-"""Without and, where there are any, with the GPU's instructions."""
+"""Whether the GPU's e4m3 instructions are used: False, and True where it has them."""
 FLOATS = [torch.float16, torch.bfloat16, torch.float32]
 
 
@@ -57,7 +57,7 @@ def apply_kernel(
 
 @triton.jit
 def absmax_kernel(x, out, R: tl.constexpr, W: tl.constexpr):
-    """``out [R]`` of ``x [R, W]``."""
+    """Write the ``row_absmax`` of ``x [R, W]`` to ``out [R]``."""
     rows = tl.arange(0, R)
     tile = tl.load(x + rows[:, None] * W + tl.arange(0, W)[None, :])
     tl.store(out + rows, numerics.row_absmax(tile))
@@ -66,7 +66,7 @@ def absmax_kernel(x, out, R: tl.constexpr, W: tl.constexpr):
 def apply(
     operation: str, x: Tensor, dtype: torch.dtype, y: Tensor | None = None, hardware: bool = False
 ) -> Tensor:
-    """The operation's result on the CPU."""
+    """Run the operation by its kernel; the result is on the CPU."""
     x = x.to(DEVICE).contiguous()
     y = x if y is None else y.to(DEVICE).contiguous()
     out = torch.empty(x.shape, dtype=dtype, device=DEVICE)
@@ -76,19 +76,19 @@ def apply(
 
 
 def hard_cases() -> Tensor:
-    """fp32: every fp16 and bf16 value, what lies next to each, and random patterns."""
+    """fp32 numbers: every fp16 and bf16 value, both neighbours of each, and random patterns."""
     patterns = torch.arange(65536, dtype=torch.int32).to(torch.int16)
     exact = torch.cat([patterns.view(dtype).float() for dtype in (torch.float16, torch.bfloat16)])
     neighbours = [(exact.view(torch.int32) + step).view(torch.float32) for step in (-1, 1)]
     generator = torch.Generator().manual_seed(0)
     random = torch.randint(-(2**31), 2**31, (20000,), generator=generator).int()
     x = torch.cat([exact, *neighbours, random.view(torch.float32)])
-    # Signalling NaN makes NumPy, and so the interpreter, warn.
+    # A signalling NaN makes NumPy warn, and with it the interpreter: every NaN becomes a quiet one.
     return torch.where(x.isnan(), torch.nan, x)
 
 
 def same(got: Tensor, expected: Tensor) -> bool:
-    """Equal values, signs of zero included; NaN wherever NaN is expected."""
+    """Whether values are equal, signs of zero included, and NaN exactly where NaN is expected."""
     nan = expected.isnan()
     sign = torch.equal(got.signbit()[~nan], expected.signbit()[~nan])
     return sign and torch.equal(got.isnan(), nan) and torch.equal(got[~nan], expected[~nan])

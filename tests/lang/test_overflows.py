@@ -1,4 +1,4 @@
-"""The interpreter finds sums and products of kernels that 32 bits do not hold."""
+"""Triton's interpreter reports sums and products in kernels that do not fit 32 bits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _compute(x_ptr, out_ptr, y, KIND: tl.constexpr, SIZE: tl.constexpr = 2):
 def test_a_result_that_does_not_fit_is_an_error_and_its_neighbour_is_none(
     kind: str, x: int, y: int, size: int
 ) -> None:
-    """Single numbers are looked at in another way than several."""
+    """The interpreter checks single numbers and tensors in different ways, so both are tested."""
     given = torch.tensor([1, x], dtype=torch.int32)[-size:]
     out = torch.zeros_like(given)
     with pytest.raises(Exception, match=f"{kind} of int32: results are"):

@@ -1,4 +1,5 @@
-"""Two roundings to e4m3 of one rotation: the same bits, but where fp32 cannot tell which is nearer.
+"""Compares two e4m3 roundings of one rotation: bits are equal, unless fp32 cannot tell which is
+nearer.
 
 Kernels may multiply by a reciprocal where another divides, and fuse a product with a sum.
 """
@@ -14,8 +15,9 @@ LARGEST = 448.0
 def real_rows(
     nope: Tensor, rope: Tensor, table: Tensor, positions: Tensor, is_neox: bool
 ) -> tuple[Tensor, Tensor]:
-    """float64 ``[T, H, L + r]`` by definition, pairs being complex numbers, turned by an angle; and
-    the size of what is added up in each element.
+    """Rotated rows by definition, and the sum of sizes in each element: float64 ``[T, H, L + r]``.
+
+    A pair of columns is a complex number, turned by an angle.
     """
     cos, sin = table.double()[positions.long()][:, None].chunk(2, -1)
     x = rope.double()
@@ -32,7 +34,9 @@ def real_rows(
 
 
 def differences(one: Tensor, other: Tensor, real: Tensor, size: Tensor, scale: float) -> list[str]:
-    """What is wrong with two e4m3 tensors of the same values ``real / scale``; at best nothing."""
+    """What is wrong with two e4m3 tensors of the same values ``real / scale``; an empty list if
+    nothing is.
+    """
     wanted, band = real / scale, 4 * torch.finfo(torch.float32).eps * size / scale
     clamped = wanted.clamp(-LARGEST, LARGEST)
     step = torch.exp2(clamped.abs().clamp(min=2**-6).log2().floor() - 3)

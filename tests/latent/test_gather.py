@@ -1,4 +1,6 @@
-"""Kernels that move rows between tokens and padded blocks, or clear them, against their twins."""
+"""Kernels that move rows between tokens and padded blocks, or clear them, against their torch
+twins.
+"""
 
 from __future__ import annotations
 
@@ -112,8 +114,8 @@ def test_slots_behind_the_last_key_are_cleared_and_others_left_alone(
         stacked = torch.randn(6, 2, H, 16, 80, generator=generator).to(dtype).transpose(2, 3)
     bytes_ = stacked.view(torch.uint8)
     before = bytes_.clone()
-    # Of no token, of whole pages, of three, of all but one; unused entries lead nowhere. The last
-    # stands for keys that are none: block 0 is nobody's.
+    # Requests of no token, of a whole page, of three tokens, of all tokens but one. Unused entries
+    # of the table lead nowhere. The last request stands for padding: block 0 belongs to nobody.
     pages = torch.tensor([[9999, 9999], [1, 9999], [2, 9999], [3, 5], [0, 0]], dtype=torch.int32)
     lens = torch.tensor([0, 16, 3, 31, 1], dtype=torch.int32)
     clear_tails(stacked[:, 0], stacked[:, 1], pages, lens)

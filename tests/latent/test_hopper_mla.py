@@ -1,4 +1,4 @@
-"""The latent attention kernel for Hopper without one: what it refuses, and what it computes."""
+"""The Hopper latent kernels, tested without a GPU: what they refuse, and what they compute."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_any_number_of_heads_and_tokens_fits_a_tile_and_pages_are_whole_boxes() 
                 assert block_size % tile.run == 0
                 assert 64 % tile.run == 0
                 assert SEGMENT % split.segment_unit == 0
-                # A launcher knows no more than the plan's tokens.
+                # A launcher knows query lengths only through the plan's tokens.
                 assert (
                     hopper_latent_tile(shape, HOPPER, block_size, split.query_tokens, LayerAsks())
                     == tile
@@ -145,7 +145,7 @@ def test_tiles_over_e4m3_have_16_rows(heads: int, tokens: int) -> None:
         assert tile.split.tile_heads * tile.split.head_tiles >= heads
 
 
-# -- What it computes, by numpy: see tests.tools.gluon_in_numpy for what that does not see.
+# -- What the kernel computes, by numpy. tests.tools.gluon_in_numpy says what that does not see.
 
 
 @pytest.fixture
@@ -156,7 +156,7 @@ def instead() -> dict[str, Any]:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch, instead: dict[str, Any]) -> list[KernelCall]:
-    """Launches of the kernel, each run by numpy, its programs in another order every time."""
+    """Launches of the kernel; numpy runs each, with the programs in another order every time."""
     calls: list[KernelCall] = []
     translation, launch = gluon_in_numpy.Translation(**instead), KernelCall.launch_through_triton
 
@@ -189,7 +189,7 @@ def findings(case: LatentCase) -> dict[str, list[str]]:
 
 KINDS = {
     "pages_of_16": LatentCase(BatchSpec("a", (1, 1), (5, 140)), 20, DType.FLOAT16),
-    # The second of three programs begins in the middle of a row.
+    # The second of three programs begins in the middle of a work item.
     "in_parts": LatentCase(BatchSpec("b", (1, 1), (700, 33)), 17, DType.FLOAT16, block_size=64),
     "few_rows": LatentCase(BatchSpec("a", (1, 1), (5, 140)), 4, DType.FLOAT16),
     "few_rows_in_parts": LatentCase(
@@ -207,7 +207,7 @@ KINDS = {
         DType.FLOAT16,
         block_size=32,
     ),
-    # More rows than a tile has.
+    # There are more query rows than a tile has.
     "two_tiles_of_tokens": LatentCase(
         BatchSpec("e", (4, 3), (70, 130), num_speculative_tokens=3), 20, DType.FLOAT16
     ),
@@ -225,7 +225,7 @@ KINDS = {
         CacheDType.FP8_E4M3,
         block_size=48,
     ),
-    # Pages of more keys than a tile.
+    # Pages hold more keys than a tile.
     "e4m3_two_tiles_of_heads": LatentCase(
         BatchSpec("j", (1, 2), (300, 30), num_speculative_tokens=1),
         20,
@@ -285,7 +285,7 @@ def test_one_program_has_all_of_a_row_or_many_a_part_each(
 def test_it_keeps_all_that_is_promised(
     batch: str, cache_dtype: CacheDType, launched: list[KernelCall]
 ) -> None:
-    """The same bits alone, replays, another table."""
+    """Bits are the same when a request is alone, in a replay, and with another table."""
     check_case(TritonMLABackend, LatentCase(BATCHES[batch], 3, DType.FLOAT16, cache_dtype), CPU)
     assert launched
 

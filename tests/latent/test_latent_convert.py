@@ -1,4 +1,4 @@
-"""Latent rows written, gathered and converted: bytes, bounds, and kernel against twin."""
+"""Latent rows written, gathered and converted: bytes, bounds, and kernels against torch twins."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PAIRS = [(one.source, one.target) for one in CONVERSIONS]
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "torch":
         monkeypatch.setattr(ops, "has_kernel", lambda rows: False)
-        # Rows of several chunks.
+        # The rows fill several chunks.
         monkeypatch.setattr(ops, "_CHUNK_ROWS", 7)
     elif not ops.has_kernel(torch.ones(1)):
         pytest.skip("needs Triton's interpreter")
@@ -52,7 +52,7 @@ def layout_of(
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Rows of very different sizes."""
+    """Normal numbers in rows of very different sizes."""
     x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
     return (x * torch.logspace(-4, 4, len(x))[:, None]).to(dtype)
 
@@ -64,7 +64,7 @@ def tokens(model: torch.dtype, count: int = N * P) -> tuple[Tensor, Tensor]:
 def filled(
     latent: LatentFormat, k_scale: Tensor, model: torch.dtype = torch.bfloat16, padding: int = 0
 ) -> tuple[LatentKVLayout, Tensor, Tensor]:
-    """A cache with something in every slot but those of the last block, and its rows' bytes."""
+    """A cache with data in every slot but those of the last block, and the bytes of its rows."""
     layout = layout_of(latent, model, padding)
     buffer = torch.full((layout.nbytes(N),), POISON_BYTE, dtype=torch.uint8)
     cache = layout.view(buffer, N)
@@ -75,13 +75,13 @@ def filled(
 
 
 def bytes_of(cache: Tensor, layout: LatentKVLayout) -> Tensor:
-    """``[N * P, row bytes]``, by hand."""
+    """The bytes ``[N * P, row bytes]`` of a cache's rows."""
     flat = cache.contiguous().view(torch.uint8)
     return flat.reshape(-1, layout.row.nbytes)
 
 
 def real_of(rows: Tensor, latent: LatentFormat, model: torch.dtype, k_scale: Tensor) -> Tensor:
-    """float64 values of rows of bytes, by the tests' own reader."""
+    """float64 values of rows of bytes, read by code of the tests."""
     parts = stored_rows.decode_latent(rows, RANK, NAMES[latent], model, k_scale)
     return torch.cat([part.real.double().expand_as(part.units) for part in parts], -1)
 
@@ -99,7 +99,8 @@ def test_rows_are_written_as_the_format_says_and_nothing_else(
     buffer = torch.full((layout.nbytes(N),), POISON_BYTE, dtype=torch.uint8)
     cache, k_scale = layout.view(buffer, N), torch.tensor(0.03)
     kv_c, k_pe = tokens(model, 7)
-    # Rows of a wider tensor, as projections come; one past the slots is padding.
+    # Rows are parts of a wider tensor, as projections leave them; the row past the slots is
+    # padding.
     wide = torch.cat([kv_c, k_pe], -1)
     slots = torch.tensor([20, 21, -1, 79, 22, 8])
     write_latent_rows(wide[:, :RANK], wide[:, RANK:], cache, slots, k_scale, layout.row)
@@ -134,7 +135,7 @@ def test_zeros_and_values_out_of_range_leave_a_finite_row(model: torch.dtype) ->
     units = fields["nope"].float()
     assert bool(units.isfinite().all())
     assert bool(fields["rope"].isfinite().all())
-    # Of an infinite block only what is in e4m3's own range is kept.
+    # A block with an infinite element keeps only elements in e4m3's own range.
     assert fields["scale"][2].tolist() == [1.0, 1.0]
     assert units[2, [200, 201]].tolist() == [448.0, 3.0]
     scales = fields["scale"].double()
@@ -184,7 +185,7 @@ def test_the_kernel_says_which_rows_do_not_fit(path: str) -> None:
 # -- Conversions.
 
 SLOTS = torch.tensor([20, 3, 3, -1, 47, 0, -1, 20, 63, 1, 2])
-"""Any order, some twice, some none."""
+"""Slots in any order, some twice, some empty."""
 
 
 def converted(
@@ -196,7 +197,7 @@ def converted(
     slots: Tensor = SLOTS,
     padding: int = 0,
 ) -> tuple[Tensor, Tensor, LatentKVLayout]:
-    """Bytes of the listed rows, before and after."""
+    """Bytes of the listed rows before and after conversion."""
     layout, cache, rows = filled(source, k_scale, model, padding)
     to = layout_of(target, model)
     out = to.allocate(1, fill_byte=POISON_BYTE)[0]
@@ -268,7 +269,7 @@ def test_other_scales_round_once(k_scale: float, model: torch.dtype) -> None:
     given, made, _ = converted(RAW, BF16, scale, model)
     before = real_of(given, RAW, model, scale)[there]
     largest = torch.finfo(model).max
-    # Of the product in fp32, and of that in the model's type: as one rounding is, but for ties.
+    # The product is rounded to fp32 and then to the model's type: like one rounding, but for ties.
     slack = torch.finfo(torch.float32).eps * before.abs()
     limit = stored_rows.half_ulp(before.clamp(-largest, largest), model) + slack
     assert bool(((real_of(made, BF16, model, scale)[there] - before).abs() <= limit).all())
@@ -320,7 +321,7 @@ def test_a_whole_cache_is_converted_as_its_rows_are(
     flat = torch.empty(N * P, listed.shape[-1], dtype=listed.dtype)
     convert_rows(cache, layout.row, torch.arange(N * P), flat, to.row, k_scale)
     assert torch.equal(bytes_of(out, to)[:-P], bytes_of(flat[None], to)[:-P])
-    # In bounded memory: two blocks at a time.
+    # Memory is bounded: two blocks at a time.
     room = layout_of(target).allocate(2)
     for first in (0, 2):
         convert_blocks(cache, layout.row, room, to.row, k_scale, first_block=first)
@@ -333,7 +334,7 @@ def test_a_whole_cache_is_converted_as_its_rows_are(
 def test_no_rows_and_rows_of_nothing(
     source: LatentFormat, target: LatentFormat, slots: Tensor
 ) -> None:
-    # Nothing is read of a cache that is poison.
+    # The cache is poison: nothing of it may be read.
     layout, to = layout_of(source), layout_of(target)
     cache = layout.allocate(N, fill_byte=POISON_BYTE)
     out = to.allocate(1, fill_byte=POISON_BYTE)[0]

@@ -23,7 +23,7 @@ HEADS, RANK, NOPE, ROPE = 3, 64, 32, 32
 BLOCKS, BLOCK_SIZE = 3, 16
 SLOTS = (17, 16, -1, 47, 31, 18, -1)
 POSITIONS = (3, 0, 63, 17, 5, 40, 64)
-"""The last is outside the table: a padding row's."""
+"""Positions of tokens; the last is outside the table and belongs to a padding row."""
 TURNED = 6
 SCALE = 0.037
 
@@ -38,14 +38,14 @@ ON = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.ge
 
 @dataclass
 class Step:
-    """What a step rotates and writes, as projections leave it: parts of wider rows."""
+    """What a step rotates and writes: parts of wider rows, as projections leave them."""
 
     query: Tensor
-    """``[T, H, P + r]``."""
+    """Queries ``[T, H, P + r]``."""
     rows: Tensor
-    """``[T, L + r]``."""
+    """Latent rows ``[T, L + r]``."""
     cache: Tensor
-    """``[N, P, row]``."""
+    """The cache ``[N, P, row]``."""
 
     @property
     def q_pe(self) -> Tensor:
@@ -97,14 +97,16 @@ def impl_of(backend: type[AttentionBackend], cache_dtype: CacheDType, **given: A
 
 
 def table_of(dtype: torch.dtype) -> Tensor:
-    """``[64, r]``: cosines, then sines."""
+    """The table ``[64, r]``: cosines, then sines."""
     frequencies = 100.0 ** (-torch.arange(0, ROPE, 2).double() / ROPE)
     angles = torch.arange(64).double()[:, None] * frequencies
     return torch.cat([angles.cos(), angles.sin()], -1).to(dtype)
 
 
 def rotated(x: Tensor, table: Tensor, is_neox: bool) -> Tensor:
-    """By definition, float64 ``[T, heads, r]``: pairs are complex numbers, turned by an angle."""
+    """Rotated rows by definition, float64 ``[T, heads, r]``: pairs are complex numbers, turned by
+    an angle.
+    """
     x = x.double().cpu()
     first, second = x.chunk(2, -1) if is_neox else (x[..., 0::2], x[..., 1::2])
     cos, sin = table.double().cpu()[list(POSITIONS[:TURNED])].chunk(2, -1)
@@ -123,7 +125,7 @@ def update(
     keys: Callable[[Tensor], Tensor] = lambda k_pe: k_pe,
     **given: Any,
 ) -> Any:
-    """One call; the impl that it was made of."""
+    """Make one call, and return the impl that made it."""
     device, impl = step.rows.device, impl_of(backend, cache_dtype)
     assert impl.fused_rope_kvcache_supported()
     impl.do_rope_and_kv_cache_update(
@@ -143,7 +145,7 @@ def update(
 
 
 def check_turned(actual: Tensor, before: Tensor, table: Tensor, is_neox: bool) -> None:
-    """Rounded once from fp32, in which a turn is two products and a sum."""
+    """Check values that are rounded once from fp32, where a rotation is two products and a sum."""
     expected = rotated(before, table, is_neox)
     error = (actual.double().cpu() - expected).abs()
     largest = before.double().cpu().abs().amax(-1, keepdim=True)
@@ -154,7 +156,7 @@ def check_turned(actual: Tensor, before: Tensor, table: Tensor, is_neox: bool) -
 
 
 def written(step: Step) -> Tensor:
-    """uint8 ``[N * P, bytes of a row]``."""
+    """The written cache as uint8 ``[N * P, bytes of a row]``."""
     return step.cache.view(torch.uint8).cpu().reshape(BLOCKS * BLOCK_SIZE, -1)
 
 
@@ -187,14 +189,14 @@ def test_both_rotary_parts_turn_in_place_and_rows_are_written(
     check_turned(step.k_pe[:, None], before.k_pe[:, None], table, is_neox)
     assert torch.equal(step.query[..., :NOPE], before.query[..., :NOPE])
     assert torch.equal(step.rows[:, :RANK], before.rows[:, :RANK])
-    # What is written is what the plain write makes of the rotated rows.
+    # The call writes what the plain cache write makes of the rotated rows.
     slots, scale = torch.tensor(SLOTS, device=device), torch.tensor(SCALE, device=device)
     parts = step.rows[:, :RANK], step.k_pe
     impl.do_kv_cache_update(*parts, before.cache, slots, cache_dtype.value, scale)
     assert torch.equal(written(step), written(before))
     rows = written(step)
     assert [not is_poison(row) for row in rows] == [slot in SLOTS for slot in range(len(rows))]
-    # And that is right.
+    # The rotated rows themselves are right.
     live = [slot for slot in SLOTS if slot >= 0]
     kept = torch.tensor([slot >= 0 for slot in SLOTS])
     stored = decode_latent(rows[live], RANK, cache_dtype.value, dtype, torch.tensor(SCALE))

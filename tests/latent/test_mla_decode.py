@@ -1,4 +1,6 @@
-"""Latent decode over rows long enough to be cut: tiles of 16 and 64 rows, states and bundles."""
+"""Portable latent decode over keys that are cut: tiles of 16 and 64 rows, states and segment
+groups.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ from tests.tools.gpus import hopper
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GROUPS = 3
-"""Groups of programs that the work is cut between here, whatever the device."""
+"""Groups of programs that share the work in these tests, whatever the device."""
 SHORT = BatchSpec("short_rows", (1, 1, 1), (40, 520, 0))
 LONG = BatchSpec("long_rows", (1,) * 3, (2700, 40, 2100))
 TURNS = BatchSpec("long_turns", (1, 1), (2100, 40))
@@ -48,7 +50,7 @@ VERIFY = BatchSpec("long_verify", (4, 1, 3), (2603, 1049, 300), num_speculative_
 
 @pytest.fixture(autouse=True)
 def _a_small_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few programs of Hopper, so that rows are cut; the reference writes the cache."""
+    """Use a few programs of Hopper, so that work items are cut; the reference writes the cache."""
     monkeypatch.setattr(builders.latent.triton_mla, "device_facts", lambda _: hopper(GROUPS))
     monkeypatch.setattr("attn.impls.latent.base.write_kv", reference.write_kv)
 
@@ -63,7 +65,7 @@ def trial_of(batch: BatchSpec, heads: int, **given: Any) -> LatentTrial:
 
 
 def smaller_bundles(monkeypatch: pytest.MonkeyPatch, bundle: int) -> None:
-    """So that rows of a few segments have several."""
+    """Make segment groups (bundles) small, so that work items of a few segments have several."""
     if DEVICE.type == "cuda":
         pytest.skip("compiled kernels do not change their constants")
     monkeypatch.setattr(segments, "BUNDLE", bundle)
@@ -113,11 +115,12 @@ def test_cut_rows_are_right(
 @pytest.mark.parametrize(
     ("batch", "heads", "bundle", "given"),
     [
-        # More segments than are held at once, then a row of just so many, and one more.
+        # One item has more segments than are held at once; then one has just so many, and one has
+        # one more.
         (BatchSpec("whole_16", (1,) * 3, (4096, 2048, 2049)), 16, BUNDLE, {}),
         (BatchSpec("whole_64", (1,), (5121,)), 20, BUNDLE, {"rank": 128}),
         (BatchSpec("whole_fp8", (1,), (2600,)), 16, BUNDLE, {"cache_dtype": CacheDType.FP8}),
-        # Bundles that a program folds as they come.
+        # One program has all segment groups and folds them as they come.
         (BatchSpec("whole_bundles", (1,), (2600,)), 16, 2, {}),
     ],
     ids=["16 rows", "64 rows", "fp8", "bundles"],
@@ -129,7 +132,9 @@ def test_what_is_folded_where_it_lies_is_right(
     bundle: int,
     given: dict[str, Any],
 ) -> None:
-    """Rows that are one program's, whose states are wider than what is folded at a time."""
+    """Each work item belongs to one program, and its states are wider than what is folded at a
+    time.
+    """
     if bundle != BUNDLE:
         smaller_bundles(monkeypatch, bundle)
     facts = hopper(len(batch.query_lens))
@@ -147,8 +152,8 @@ def test_what_is_folded_where_it_lies_is_right(
         (3, VERIFY, None, BUNDLE),
         (20, LONG, None, BUNDLE),
         (3, VERIFY, 1100, BUNDLE),
-        # Bundles of several programs, or of one, which folds them as they come; of two tiles of
-        # heads that it takes in turns, too.
+        # Segment groups belong to several programs, or to one program, which folds them as they
+        # come. In one case a program takes two tiles of heads in turn.
         (3, LONG, None, 2),
         (70, TURNS, None, 1),
     ],

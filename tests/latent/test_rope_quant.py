@@ -45,7 +45,7 @@ def inputs(dtype: torch.dtype = torch.float16, heads: int = H, rank: int = RANK)
 
 
 def turned(rows: Tensor, positions: Tensor, table: Tensor, is_neox: bool) -> Tensor:
-    """By complex numbers, in float64; rows outside the table as they are."""
+    """Rows rotated as complex numbers in float64; rows outside the table stay as they are."""
     half, out = ROPE // 2, rows.double().clone()
     for token, position in enumerate(positions.tolist()):
         if not 0 <= position < len(table):
@@ -60,7 +60,7 @@ def turned(rows: Tensor, positions: Tensor, table: Tensor, is_neox: bool) -> Ten
 
 
 def near(stored: Tensor, real: Tensor, scale: float) -> bool:
-    """Half a step of e4m3 away, or saturated; a tie in fp32 may fall either way."""
+    """e4m3 values may be half a step away, or saturated; an fp32 tie may fall either way."""
     wanted = (real / scale).clamp(-448, 448)
     step = torch.exp2(wanted.abs().clamp(min=2**-6).log2().floor() - 3)
     return bool(((stored.double() - wanted).abs() <= step / 2 * (1 + 1e-5)).all())

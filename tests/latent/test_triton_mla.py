@@ -1,4 +1,4 @@
-"""TRITON_MLA beyond conformance: chunks of context, the shapes of a step, what it refuses."""
+"""TRITON_MLA beyond conformance: chunks of context, the shapes of a step, and refusals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.tools.interpreter import variant_of
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BACKEND = TritonMLABackend
 CHUNKED = BatchSpec("chunked_mix", (1, 20, 3, 33), (40, 90, 3, 49))
-"""A decode, then prefill rows with much context, with none, and with some."""
+"""A decode, then prefills with much context, with none, and with some."""
 
 
 def trial_of(**given: Any) -> LatentTrial:
@@ -69,7 +69,7 @@ def test_context_is_attended_in_chunks_of_the_workspace(
 
 @pytest.mark.parametrize("batch", ["ragged_decode", "keyless_rows", "padding_rows", "all_padding"])
 def test_every_row_of_a_decode_is_written(batch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of requests by the kernel; all are cleared only where others are."""
+    """The kernel writes the rows of requests; all rows are cleared only where others exist."""
     made = torch.Tensor.new_empty
 
     def poisoned(like: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
@@ -92,13 +92,13 @@ def test_the_workspace_is_bounded_in_bytes() -> None:
     context = builder.build(0, batch).prefill.context
     assert (context.span, len(context.lens)) == (64, 3)
     assert 3 * context.span <= 200
-    # By default a chunk of one page per request always fits.
+    # By default a chunk always holds one page per request.
     assert builder_of().expanded.workspace_tokens >= 8 * PAGE
 
 
 @pytest.mark.parametrize(("rope_size", "apart"), [(64, 64), (32, 0)])
 def test_heads_of_192_and_128_are_not_padded(rope_size: int, apart: int) -> None:
-    """Where tiles have stages for them; other pairs are rounded up."""
+    """Keys of 192 columns are multiplied as 128 and 64; other sizes are rounded up."""
     trial = trial_of(rope_size=rope_size)
     trial.write()
     record = trial.build(trial.builder())
@@ -112,7 +112,7 @@ def test_heads_of_192_and_128_are_not_padded(rope_size: int, apart: int) -> None
 
 
 def judged(trial: LatentTrial, record: Any) -> CaseResult:
-    """What is found in a step's results."""
+    """Errors found in a step's results."""
     result = CaseResult()
     trial.judge(trial.attend(record, trial.inputs, trial.cache()), record, result)
     return result

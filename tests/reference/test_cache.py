@@ -33,7 +33,7 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 
 
 def table(*blocks: int) -> Tensor:
-    """A table row, wild past its blocks."""
+    """A row of a block table, with wild ids past the row's blocks."""
     return torch.tensor([*blocks, WILD_BLOCK, -5], dtype=torch.int32)
 
 
@@ -133,7 +133,7 @@ def test_dense_rows_come_back_from_every_layout(
     for x, scale, real in zip((key, value), scales, got, strict=True):
         expected = stored_rows.quantized(x[kept], cache_dtype.value, scale)
         assert real.dtype == torch.float64
-        # Inline scales are fp32: the quotient of two such numbers rounds once.
+        # Inline scales are fp32; the quotient of two fp32 numbers is rounded once.
         rounding = torch.finfo(torch.float32).eps * expected.abs()
         assert bool(((real - expected).abs() <= rounding).all())
 

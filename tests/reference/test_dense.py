@@ -30,7 +30,7 @@ lengths = st.integers(1, 12)
 
 @st.composite
 def limits(draw: st.DrawFn) -> dict[str, Any]:
-    """One way to limit what is seen, and ranges on top of it."""
+    """One way to limit the visible keys, with multimodal ranges on top of it."""
     kind = draw(st.sampled_from(["none", "window", "two_sided", "chunk", "rswa", "all"]))
     rules: dict[str, Any] = {"causal": kind not in ("two_sided", "all")}
     if kind in ("window", "two_sided"):
@@ -61,7 +61,7 @@ def test_masks_are_the_oracles(given: dict[str, Any], first: int, count: int, la
 
 
 def state_of(inputs: tuple[Tensor, Tensor, Tensor], first: int, rules: Rules) -> tuple[Any, ...]:
-    """The oracle's state, and that of the same maths in the inputs' type."""
+    """The oracle's state, and the state of the same maths in the inputs' type."""
     return (
         oracle.attention(*inputs, first, rules),
         low_precision_attention(*inputs, first, rules, inputs[0].dtype),

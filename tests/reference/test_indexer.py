@@ -98,7 +98,7 @@ def test_topk_matches_the_oracle_and_breaks_ties_downwards(
     num_keys = first + num_queries
 
     def small(*shape: int) -> Tensor:
-        """Integers, so that sums are exact and ties are many."""
+        """Small integers, so that sums are exact and ties are many."""
         return torch.randint(-1, 2, shape, generator=generator).float()
 
     q, k, weights = small(num_queries, 2, 3), small(num_keys, 3), small(num_queries, 2)

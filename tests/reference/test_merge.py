@@ -29,7 +29,7 @@ def empty(fill: float = 0.0) -> State:
 
 
 def low_merge(*states: State) -> State:
-    """The same maths by another formula, in the type of the states."""
+    """The merge of states by another formula (a softmax of LSEs), in the type of the states."""
     lses = torch.stack([lse for _, lse in states])
     weights = torch.softmax(lses, 0)
     outs = torch.stack([out for out, _ in states])

@@ -37,14 +37,14 @@ def layer(dtype: torch.dtype = torch.float32) -> tuple[LatentWeights, Request]:
 
 
 def expanded(weights: LatentWeights, request: Request) -> tuple[State, State]:
-    """The oracle's state, and the same maths in the model's precision."""
+    """The oracle's state, and the state of the same maths in the model's precision."""
     rows, nope = request.key[:, 0], request.query[..., :NOPE]
     parts = (nope, request.query[..., NOPE:], rows[:, :RANK], rows[:, RANK:])
     rules = Rules(scale=weights.scale)
     expected = oracle.mla_expanded(
         *parts, weights.w_uk, weights.w_uv, request.first_position, rules
     )
-    # Absorbed, as one KV head: another order of the same sums.
+    # Absorbed, the layer has one KV head, and the same sums are taken in another order.
     absorbed = torch.einsum("thp,lhp->thl", nope, weights.w_uk)
     query = torch.cat([absorbed, request.query[..., NOPE:]], -1)
     key, value = rows[:, None], rows[:, None, :RANK]

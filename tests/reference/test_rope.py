@@ -1,4 +1,4 @@
-"""Rotary embedding as multiplication by a complex number, alone and fused with the cache write."""
+"""Rotary embedding as multiplication by complex numbers, alone and fused with the cache write."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ POSITIONS = torch.tensor([0, 1, 5, 63, 17])
 
 
 def cos_sin(rotary_dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """``[64, rotary_dim]``: cosines, then sines."""
+    """The table ``[64, rotary_dim]``: cosines, then sines."""
     frequencies = 10000.0 ** (-torch.arange(0, rotary_dim, 2).double() / rotary_dim)
     angles = torch.arange(64).double()[:, None] * frequencies
     return torch.cat([angles.cos(), angles.sin()], -1).to(dtype)
 
 
 def by_complex_numbers(x: Tensor, positions: Tensor, cache: Tensor, is_neox: bool) -> Tensor:
-    """float64: each pair of elements is a complex number that its position turns."""
+    """Rotated rows in float64: a pair of elements is a complex number that its position turns."""
     rotary_dim = cache.shape[-1]
     half = rotary_dim // 2
     x = x.double()
@@ -41,7 +41,9 @@ def by_complex_numbers(x: Tensor, positions: Tensor, cache: Tensor, is_neox: boo
 
 
 def rounding(x: Tensor, expected: Tensor) -> Tensor:
-    """Half an ulp of the result, and the roundings of two products and their sum."""
+    """The allowed error: half an ulp of the result, and the roundings of two products and their
+    sum.
+    """
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     largest = x.double().abs().amax(-1, keepdim=True)
     return half_ulp(expected, x.dtype) + 3 * torch.finfo(compute).eps * largest
@@ -126,7 +128,7 @@ def test_fused_rope_rotates_in_place_and_writes_the_rotated_key(
     kept = (slots >= 0).cpu()
     stored_key, stored_value = trial._stored(slots.cpu()[kept])
     assert not bool(stored_value.misses(value.cpu()[kept]).any())
-    # Whether the key is rounded to the model's type before the write is the kernel's affair.
+    # A kernel may or may not round the key to the model's type before the write.
     expected = turned["key"][kept]
     limit = half_ulp(expected / stored_key.scale, stored_key.dtype) * stored_key.scale
     limit = limit * (1 + torch.finfo(torch.float32).eps) + rounding(key.cpu()[kept], expected)

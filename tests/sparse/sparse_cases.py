@@ -1,7 +1,7 @@
-"""Rows of queries that list rows of a latent cache, with poison wherever nothing may be read.
+"""Query tokens that list rows of a latent cache, with poison wherever nothing may be read.
 
-Bytes of a cache are written and read here by offset, in code that shares nothing with what is
-judged; states come from ``attn.testing.oracle``.
+Bytes of a cache are written and read here by offset, in code that shares nothing with the code
+under test. Expected states come from ``attn.testing.oracle``.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ LAYOUTS = (
     LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE,
 )
 WILD = 2**30
-"""No row is there: reading it is an access outside the cache."""
+"""An id far outside the cache: reading its row is an access outside the cache's memory."""
 K_SCALE = 0.25
 
 
 @dataclass(frozen=True)
 class SparseCase:
-    """Sizes of one call."""
+    """Sizes and formats of one call."""
 
     layout: LatentFormat
     num_heads: int
     lens: tuple[int, ...]
-    """Entries that count of each row's list."""
+    """How many entries of each token's list count."""
     topk: int = 96
     rank: int = 128
     rope_size: int = 32
@@ -51,17 +51,19 @@ class SparseCase:
     dtype: torch.dtype = torch.float16
     sinks: bool = False
     padded_blocks: bool = False
-    """Blocks lie further apart than their rows need."""
+    """The stride of blocks is larger than their rows need."""
     device: str = "cpu"
 
     @property
     def scale(self) -> float:
-        """Of the logits."""
+        """The factor of the logits."""
         return float((self.rank + self.rope_size) ** -0.5)
 
 
 def packed(case: SparseCase, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
-    """Bytes of rows ``[S, row]`` and the real rows ``[S, L + r]`` float64 that they hold."""
+    """Bytes of rows ``[S, row]`` and the real values ``[S, L + r]`` float64 that these bytes stand
+    for.
+    """
     if case.layout is LatentFormat.BF16:
         whole = torch.cat([latent, rope], -1).to(case.dtype)
         return whole.view(torch.uint8), whole.double()
@@ -69,7 +71,7 @@ def packed(case: SparseCase, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tens
         codes = (torch.cat([latent, rope], -1) / K_SCALE).clamp(-448, 448).to(E4M3)
         return codes.view(torch.uint8), codes.double() * K_SCALE
     blocks = latent.view(len(latent), -1, 128)
-    # Scales that differ from block to block and row to row.
+    # Scales differ from block to block and from row to row.
     largest = blocks.abs().amax(-1).clamp(min=1e-3)
     scales = torch.exp2((largest / 448).log2().ceil())
     codes = (blocks / scales[..., None]).clamp(-448, 448).to(E4M3)
@@ -81,19 +83,19 @@ def packed(case: SparseCase, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tens
 
 
 class SparseTrial:
-    """Inputs of a case, and the judge of its results."""
+    """The inputs of a case, and the judge of its results."""
 
     def __init__(self, case: SparseCase, seed: int = 0) -> None:
         self.case = case
         generator = torch.Generator().manual_seed(seed)
         slots = case.num_blocks * case.block_size
         latent = torch.randn(slots, case.rank, generator=generator)
-        # Blocks of 128 of very different sizes.
+        # Blocks of 128 elements have very different sizes.
         sizes = torch.exp2(torch.randint(-3, 3, (slots, case.rank // 128, 1), generator=generator))
         latent = (latent.view(slots, -1, 128) * sizes).flatten(1)
         rope = torch.randn(slots, case.rope_size, generator=generator)
         data, self.real = packed(case, latent, rope)
-        # Block 0 and a third of the other rows are no row's; none is read.
+        # No list names block 0 or a third of the other rows, so none of them may be read.
         used = torch.rand(slots, generator=generator) < 0.66
         used[: case.block_size] = False
         data = torch.where(used[:, None], data, torch.full_like(data, 0xFF))
@@ -137,7 +139,7 @@ class SparseTrial:
         self.lens = torch.tensor(case.lens, dtype=torch.int32)
 
     def arguments(self) -> dict[str, Any]:
-        """Those of ``attn.ops.sparse_mla.sparse_mla`` that go in."""
+        """The input arguments of ``attn.ops.sparse_mla.sparse_mla``."""
         case, device = self.case, self.case.device
         query = self.query.to(device)
         return {
@@ -164,14 +166,14 @@ class SparseTrial:
         return apart
 
     def results(self) -> tuple[Tensor, Tensor]:
-        """Tensors to be written, of NaN."""
+        """Tensors for the results, filled with NaN."""
         case = self.case
         shape = (len(case.lens), case.num_heads)
         out = torch.full((*shape, case.rank), float("nan"), dtype=case.dtype, device=case.device)
         return out, torch.full(shape, float("nan"), device=case.device)
 
     def expected(self) -> tuple[Tensor, Tensor]:
-        """State of each row, float64."""
+        """The expected state of each query token, float64."""
         listed = self.indices.clone()
         for row, length in enumerate(self.case.lens):
             listed[row, length:] = -1
@@ -183,7 +185,7 @@ class SparseTrial:
         )
 
     def misses(self, out: Tensor, lse: Tensor) -> dict[str, float]:
-        """How far results are beyond what the same maths in the low precision errs, twice."""
+        """How far results exceed twice the error of the same maths in the low precision."""
         case = self.case
         wanted, wanted_lse = self.expected()
         lows, low_lses = [], []

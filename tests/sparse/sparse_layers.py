@@ -1,8 +1,9 @@
 """A sparse layer with its indexer at work: steps over requests that keep their caches.
 
-Unused slots hold NaN, tables wild blocks, lists what a step before left. Index queries and keys are
-small integers, so that logits are exact, whatever the order of their sums, and full of ties: lists
-are compared entry by entry. States come from ``attn.testing.oracle``.
+Unused slots hold NaN, tables hold wild blocks, and lists hold what a step before left there. Index
+queries and keys are small integers: logits are then exact, whatever the order of their sums, and
+full of ties, so lists are compared entry by entry. Expected states come from
+``attn.testing.oracle``.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ STATIC = ("query_start_loc", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu_up
           "block_table_tensor", "slot_mapping")  # fmt: skip
 """Tensors of a batch that a captured step reads, and what builds in place read on the host."""
 Part = tuple[int, int, int]
-"""Request, tokens that are cached, new tokens."""
+"""A part of a step: request, cached tokens, new tokens."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a layer, and of what is cached."""
+    """Sizes of a layer, and of its cache."""
 
     num_heads: int = 4
     rank: int = 512
@@ -71,23 +72,23 @@ class Sizes:
 
 @dataclass(eq=False)
 class Step:
-    """What a step is given."""
+    """The inputs of one step."""
 
     parts: Sequence[Part]
     batch: CommonAttentionMetadata
     query: Tensor
-    """``[T, H, P + r]``."""
+    """Queries ``[T, H, P + r]``."""
     new: Tensor
-    """``[T, L + r]``."""
+    """New latent rows ``[T, L + r]``."""
     index_query: Tensor
     index_key: Tensor
     weights: Tensor
     lists: list[Tensor] = field(default_factory=list)
-    """By the oracle: of each part, ``[new, topk]`` by rising position, then -1."""
+    """The oracle's lists ``[new, topk]`` of each part: rising positions, then -1."""
 
 
 class SparseLayer:
-    """The triple, its indexer, both caches, and random requests."""
+    """Builder, record and impl, their indexer, both caches, and random requests."""
 
     def __init__(
         self,
@@ -98,7 +99,7 @@ class SparseLayer:
         sizes: Sizes = Sizes(),
         **settings: Any,
     ) -> None:
-        """Refusals of the builder pass through."""
+        """Refusals of the builder reach the caller."""
         self.layout, self.device, self.sizes = layout, torch.device(device), sizes
         self.random = torch.Generator().manual_seed(7)
         backend = AttentionBackendEnum["SPARSE_MLA"].get_class()
@@ -176,7 +177,7 @@ class SparseLayer:
         return found.to(self.sizes.dtype.torch)
 
     def step(self, parts: Sequence[Part], padding: int = 0) -> Step:
-        """Inputs of a step; with padding, as many more tokens that no request has."""
+        """The inputs of a step; ``padding`` adds so many tokens that belong to no request."""
         sizes, reqs = self.sizes, [req for req, _, _ in parts]
         batch = CommonAttentionMetadata.from_lengths(
             [new for _, _, new in parts],
@@ -221,7 +222,7 @@ class SparseLayer:
     def forward(
         self, step: Step, records: tuple[SparseMLAMetadata, IndexerMetadata], output: Tensor
     ) -> None:
-        """The whole layer, from projections to values."""
+        """Run the whole layer, from projections to values."""
         record, index = records
         rank = self.sizes.rank
         inputs = IndexInputs(
@@ -235,7 +236,7 @@ class SparseLayer:
         )
 
     def fill(self) -> None:
-        """Every token of every request is cached; without a GPU, in torch."""
+        """Cache every token of every request; without a GPU, by torch."""
         with in_torch() if self.device.type == "cpu" else nullcontext():
             self._fill()
 
@@ -250,7 +251,7 @@ class SparseLayer:
         self.indexer.do_kv_cache_update(keys, self.index_cache, slots)
 
     def capture(self, step: Step) -> Captured:
-        """A step of this size and padding to be replayed with others."""
+        """Capture a step of this size and padding, to be replayed with other inputs."""
         return Captured(self, step)
 
     def blank(self, step: Step) -> Tensor:
@@ -259,26 +260,28 @@ class SparseLayer:
         return torch.full(shape, float("nan"), dtype=self.sizes.dtype.torch, device=self.device)
 
     def run(self, step: Step) -> Tensor:
-        """Build and forward."""
+        """Build the records and run the layer."""
         output = self.blank(step)
         self.forward(step, self.records(step), output)
         return output
 
     def absorbed(self, step: Step) -> Tensor:
-        """``[T, H, L + r]``."""
+        """Absorbed queries ``[T, H, L + r]``."""
         nope = self.sizes.nope
         absorbed = absorb_query(step.query[..., :nope], self.impl.W_UK)
         return torch.cat([absorbed, step.query[..., nope:]], -1)
 
     def latents(self, step: Step, query: Tensor) -> tuple[Tensor, Tensor]:
-        """States of absorbed queries, by the lists that are there."""
+        """States of absorbed queries over the lists that the indexer wrote."""
         record = self.builder.build(0, step.batch)
         latent, lse = self._attend(query, self.cache, record, self.scales)
         return latent, lse
 
     def check(self, step: Step, output: Tensor) -> None:
-        """Of the forward that was last: lists are the oracle's, states are its too, within their
-        budget, and values are those of the states.
+        """Check the last forward.
+
+        Its lists are the oracle's, its states are the oracle's within their budget, and its output
+        is made of its states.
         """
         sizes, record = self.sizes, self.builder.build(0, step.batch)
         count = record.num_actual_tokens
@@ -317,9 +320,10 @@ class SparseLayer:
         assert float(lse_errors(found_lse, wanted_lse).max()) <= lse_budget(wanted_lse, low_lse)
 
     def _real(self, req: int, count: int, reads: LatentFormat) -> Tensor:
-        """Rows as the kernel is given them, float64."""
+        """Rows as the kernel is given them, in float64."""
         scaled = LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE
-        # What is read is as fine as what is stored, but for blocks that are scaled for a kernel.
+        # Rows are read as exactly as they are stored, except where they are block-scaled for a
+        # kernel.
         name = NAMES[
             scaled if self.layout is LatentFormat.BF16 and reads is scaled else self.layout
         ]
@@ -342,7 +346,7 @@ class Captured:
         tensors = ("query", "new", "index_query", "index_key", "weights")
         given = {name: getattr(step, name).clone() for name in tensors}
         self.step = replace(step, batch=step.batch.replace(**own), **given)
-        # A captured batch has written nothing.
+        # The captured batch writes nothing to the cache: its slots are -1.
         self.step.batch.slot_mapping.fill_(-1)
         self.records = (
             layer.builder.build_for_cudagraph_capture(self.step.batch),
@@ -356,14 +360,14 @@ class Captured:
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):
                 self.call()
-        # Of a graph, the tensors that a replay writes.
+        # Keep the tensors of the captured forward: a replay writes them.
         self.state = layer.state
 
     def call(self) -> None:
         self.layer.forward(self.step, self.records, self.output)
 
     def replay(self, step: Step) -> Tensor:
-        """Another step of as many requests and tokens, in the captured one's tensors."""
+        """Replay with another step of the same size, in the captured step's tensors."""
         layer, static = self.layer, self.step
         for name in STATIC:
             getattr(static.batch, name).copy_(getattr(step.batch, name))
@@ -388,22 +392,22 @@ class Captured:
 class Drafts:
     """Consecutive draft steps of the layer and its indexer, in one CUDA graph where there is a GPU.
 
-    Tokens drafted are as random as all others: what counts is that a replay over another verified
-    batch gives what steps that are built one by one give.
+    Drafted tokens are random like all others. The test is that a replay over another verified batch
+    gives what steps give that are built one by one.
     """
 
     def __init__(self, layer: SparseLayer, num_steps: int) -> None:
         self.layer, self.num_steps = layer, num_steps
         builders = (layer.builder, layer.index_builder)
         self.drafts = [MultiStepDraft(builder, num_steps) for builder in builders]
-        # A graph keeps its address.
+        # A graph reads this tensor at a fixed address.
         self.table = layer.table.to(layer.device)
         every = [(req, 0, 1) for req in range(layer.sizes.requests)]
         self.steps = [layer.step(every) for _ in range(num_steps)]
         self.graph: Any = None
 
     def verified(self, lens: Sequence[int]) -> CommonAttentionMetadata:
-        """A verify of every request; none of those of no length."""
+        """A batch that verifies every request; a request without tokens has no query."""
         most = self.layer.sizes.drafts + 1
         new = [min(most, length) for length in lens]
         return CommonAttentionMetadata.from_lengths(new, list(lens), self.table, BLOCK)
@@ -412,7 +416,7 @@ class Drafts:
         return tuple(draft.begin(batch, rejected) for draft in self.drafts)
 
     def loop(self, records: Any) -> list[tuple[Tensor, Tensor]]:
-        """Outputs and lists of all steps."""
+        """Run all draft steps and return their outputs and lists."""
         found = []
         for at, step in enumerate(self.steps):
             if at:
@@ -428,7 +432,7 @@ class Drafts:
     def one_by_one(
         self, batch: CommonAttentionMetadata, rejected: Tensor
     ) -> list[tuple[Tensor, Tensor]]:
-        """The same by records of their own."""
+        """The drafts' outputs and states, with a record built anew for each draft."""
         layer, found = self.layer, []
         for at, step in enumerate(self.steps):
             batch = advance(batch, BLOCK, layer.sizes.longest, None if at else rejected)
@@ -438,7 +442,7 @@ class Drafts:
         return found
 
     def check(self, lens: Sequence[Sequence[int]]) -> None:
-        """Replays over verified batches of such lengths; the first is captured."""
+        """Replay over verified batches of these lengths; the first one is captured."""
         layer = self.layer
         rejected = torch.zeros(layer.sizes.requests, dtype=torch.int32, device=layer.device)
         batch = self.verified(lens[0])

@@ -1,4 +1,6 @@
-"""The sparse latent attention kernel for Hopper without one: who it serves, what it computes."""
+"""The Hopper kernels of sparse latent attention, tested without a GPU: whom they serve, what they
+compute.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,7 @@ def test_few_heads_have_tiles_of_their_own_and_few_rows_of_them_the_plain_kernel
         assert hopper_sparse_tile(shape, 132, 1) == sparse_tile(shape, HOPPER, 132, 1)
 
 
-# -- What it computes, by numpy: see tests.tools.gluon_in_numpy for what that does not see.
+# -- What the kernel computes, by numpy. tests.tools.gluon_in_numpy says what that does not see.
 
 
 def weighted(x: np.ndarray, at: np.ndarray, by_x: np.ndarray, by_y: np.ndarray) -> np.ndarray:
@@ -154,7 +156,7 @@ def tiles_of(case: SparseCase) -> dict[str, SparseTile]:
 def test_states_are_the_oracles(
     case: SparseCase, is_late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of three programs on a device of three multiprocessors, in any order."""
+    """Three programs on three multiprocessors store the oracle's states, in any order."""
     monkeypatch.setattr(sparse_launch, "_multiprocessors", lambda _: 3)
     translation = gluon_in_numpy.Translation()
     calls = gluon_in_numpy.take_over(monkeypatch, hopper_sparse_kernel, translation)
@@ -177,7 +179,8 @@ def test_offsets_of_rows_may_need_more_than_32_bits(
     case = CASES[name]
     trial, tile = SparseTrial(case), tiles_of(case)["persistent"]
     one = trial.cache.reshape(1, -1, trial.cache.shape[2])
-    # Rows of one page are numbered through; offsets are in units of 16 bytes.
+    # In a cache of one page, an id times the stride is the offset of a row. Offsets are in units
+    # of 16 bytes.
     for cache in (spread(trial.cache, 0, 1 << 33), spread(one, 1, 1 << 29)):
         assert trial.misses(*launched(trial, tile, kv_cache=cache)) == {}
     assert len(calls) == 2
@@ -186,7 +189,7 @@ def test_offsets_of_rows_may_need_more_than_32_bits(
 def launched(
     trial: SparseTrial, tile: SparseTile, **changes: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """With a fold of few programs: tests of that kernel have it as it is launched."""
+    """The trial with a fold of few programs; other tests judge the fold as it is launched."""
     case, given = trial.case, trial.arguments() | changes
     tile = replace(tile, finish_rows=tile.rows, finish_width=case.rank)
     out, lse = trial.results()
@@ -226,7 +229,7 @@ SHARED = {
 def test_programs_that_walk_equally_many_tiles(
     case: SparseCase, is_late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of programs in any order: bits do not depend on it."""
+    """Bits do not depend on the order in which programs run."""
     calls = gluon_in_numpy.take_over(
         monkeypatch, hopper_sparse_kernel, gluon_in_numpy.Translation()
     )
@@ -251,12 +254,12 @@ def test_programs_take_whole_lists_where_these_are_too_few() -> None:
         assert (tile.shares, tile.counters) == (shares, 2 * shares)
         assert tile.state_floats(rows, 128, 2048) != (0, 0) or rows == 65
         assert hopper_sparse_tile(SHAPE, 132, rows).shares == 0
-    # By themselves where a second round would be short.
+    # The tile is balanced without being asked where a second round would be short.
     assert hopper_sparse_tile(SHAPE, 132, 80).shares == 132
     assert hopper_sparse_tile(SHAPE, 132, 128).shares == 0
 
 
-# -- Rows of e4m3 that are widened.
+# -- Rows of e4m3 that are converted (dequantised).
 
 WIDENED = {
     "64 heads": SparseCase(SCALED, 64, (300, 0, 1, 129), 300, 512, 64),
@@ -266,14 +269,14 @@ WIDENED = {
 
 
 def widened(words: np.ndarray, pairs: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Words of four e4m3 times a factor as words of two fp16."""
+    """Words of four e4m3 times a factor, as words of two fp16."""
     real = bytes_of(words) * np.ascontiguousarray(pairs).view(np.float32)[..., None]
     halves = np.ascontiguousarray(real.astype(np.float16)).view(np.int32)
     return halves[..., 0], halves[..., 1]
 
 
 def set_rope_to_fp16(trial: SparseTrial) -> None:
-    """Rotary parts of the cache in the type that the emulated query has."""
+    """Store the cache's rotary parts in the type that the emulated query has."""
     case = trial.case
     row = case.layout.row(case.rank, case.rope_size, DType.BFLOAT16)
     rope = latent_views(trial.cache, row)["rope"]
@@ -285,7 +288,7 @@ def set_rope_to_fp16(trial: SparseTrial) -> None:
 def test_states_of_widened_rows_are_the_oracles(
     case: SparseCase, is_late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As fp16 throughout, which the launcher refuses beside rows of bf16."""
+    """Inputs are fp16 throughout, which the launcher would refuse beside rows of bf16."""
     monkeypatch.setattr(sparse_launch, "hopper_misfit", lambda *_: None)
     monkeypatch.setattr(sparse_launch, "_multiprocessors", lambda _: 3)
     for text, meaning in {
@@ -317,7 +320,7 @@ FEW = {
 
 
 def bytes_of(words: np.ndarray) -> np.ndarray:
-    """e4m3 of words, four behind each other in a last dimension, as fp16."""
+    """The e4m3 bytes of words as fp16; a last dimension holds the four bytes of a word."""
     parts = np.ascontiguousarray(words).view(np.uint8).reshape(*words.shape, 4)
     return torch.from_numpy(parts).view(torch.float8_e4m3fn).half().numpy()
 
@@ -343,7 +346,7 @@ def shrunk(o: np.ndarray, by: np.ndarray) -> np.ndarray:
 
 
 def of_bf16(words: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Two bf16 of a word as patterns of fp16, of which numpy knows more."""
+    """The two bf16 of a word as fp16 of the same bits, since numpy has no bf16."""
     pairs = torch.from_numpy(halves_of(words)).view(torch.bfloat16).half().view(torch.int16)
     return tuple(pairs[..., i].numpy() for i in range(2))
 
@@ -353,7 +356,10 @@ def of_bf16(words: np.ndarray) -> tuple[np.ndarray, ...]:
 def test_states_of_few_heads_are_the_oracles(
     case: SparseCase, is_late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole, and in parts. Queries are fp16 throughout, which the launcher refuses beside bf16."""
+    """The kernel gives right results for whole lists and for lists in parts.
+
+    Queries are fp16 throughout, which the launcher would refuse beside bf16.
+    """
     monkeypatch.setattr(sparse_launch, "hopper_misfit", lambda *_: None)
     for text, meaning in {
         packed.SPLIT_E4M3: lambda x: tuple(bytes_of(x)[..., i] for i in range(4)),

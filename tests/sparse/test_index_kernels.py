@@ -1,4 +1,4 @@
-"""The indexer's keys, logits and selection, in Triton's interpreter and in torch."""
+"""The indexer's operations on keys, logits and lists, in Triton's interpreter and in torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 def real_keys(cache: Tensor) -> Tensor:
-    """``[N, 64, 128]`` float64 by offset: data of all tokens, then scales of all."""
+    """Keys ``[N, 64, 128]`` float64, read by offset: the data of a page's tokens, then their
+    scales.
+    """
     flat = cache.reshape(len(cache), -1)
     data = flat[:, : PAGE * WIDTH].view(E4M3).reshape(-1, PAGE, WIDTH).double()
     scale = flat[:, PAGE * WIDTH :].contiguous().view(torch.float32).double()
@@ -95,7 +97,7 @@ def test_kernel_and_twin_write_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -
 
 
 class Paged:
-    """Requests of several lengths over permuted pages, poison everywhere else."""
+    """Requests of several lengths over permuted pages, with poison everywhere else."""
 
     def __init__(self, lens: tuple[int, ...], heads: int, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(heads)
@@ -120,23 +122,23 @@ class Paged:
         self.weights = torch.randn(len(lens), heads, generator=generator)
 
     def keys(self, row: int) -> Tensor:
-        """float64 ``[length, 128]``."""
+        """Keys of a request, float64 ``[length, 128]``."""
         length = self.lens[row]
         pages = self.table[row, : -(-length // PAGE)].long()
         return real_keys(self.cache[pages]).view(-1, WIDTH)[:length]
 
     def expected(self, row: int, request: int, count: int) -> tuple[Tensor, Tensor]:
-        """Logits and how large their parts are together, float64 ``[count]``."""
+        """Logits, and the sum of their parts' sizes, float64 ``[count]``."""
         query, weights = self.query[row : row + 1].double(), self.weights[row : row + 1].double()
         keys = self.keys(request)[:count]
-        # Seen by a query behind all keys.
+        # The query comes after all keys, and sees them.
         logits = oracle.index_logits(query, keys, weights, max(count - 1, 0))[0]
         sizes = torch.einsum("hd,sd->hs", query[0].abs(), keys.abs())
         return logits, (weights[0].abs()[:, None] * sizes).sum(0)
 
 
 def near(found: Tensor, wanted: tuple[Tensor, Tensor], narrow: float = 2.0**-22) -> bool:
-    """fp32 sums of about 2**13 terms: a fraction of what these are without signs."""
+    """Logits may differ by a fraction of the sum of sizes: fp32 sums have about 2**13 terms."""
     logits, sizes = wanted
     return bool(((found.double() - logits).abs() <= sizes * narrow).all())
 
@@ -158,7 +160,9 @@ def test_paged_logits_are_those_of_the_definition(heads: int, dtype: torch.dtype
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("columns", [70, 130, 190])
 def test_a_length_beyond_the_logits_is_cut_there(columns: int) -> None:
-    """The columns end inside a program's keys: those behind them are another row's, or nobody's."""
+    """Columns end inside a program's keys; columns beyond belong to another token's logits, or to
+    nobody.
+    """
     given = Paged((200, 200), 8, E4M3)
     wide = torch.full((2, 256), float("nan"))
     lens = torch.tensor(given.lens, dtype=torch.int32)
@@ -173,7 +177,7 @@ def test_a_length_beyond_the_logits_is_cut_there(columns: int) -> None:
 
 @pytest.mark.usefixtures("path")
 def test_a_length_beyond_the_table_is_cut_there() -> None:
-    """An entry behind a row's table is the next row's."""
+    """An entry past the end of a row of the table is the next row's, and is not read."""
     given = Paged((250, 250), 8, E4M3)
     table = given.table[:, :3]
     logits = torch.full((2, 256), float("nan"))
@@ -228,7 +232,7 @@ def test_ragged_logits_start_at_the_request(dtype: torch.dtype) -> None:
 
 
 def by_sorting(row: list[float], topk: int) -> list[int]:
-    """By the definition: largest first, ties to the lower position, then in rising order."""
+    """The definition: largest first, ties to the lower position, then in rising order."""
     order = sorted(range(len(row)), key=lambda i: (-row[i], i))[:topk]
     return sorted(order)
 
@@ -239,7 +243,8 @@ def rows_of_logits(generator: torch.Generator) -> tuple[Tensor, list[int]]:
     lens = [700, 333, 64, 65, 0, 1, 700, 700, 600]
     for row, length in enumerate(lens):
         logits[row, :length] = torch.randn(length, generator=generator)
-    # Ties by the hundred, zeros of both signs, one value alone, infinities and tiny differences.
+    # Logits have hundreds of ties, zeros of both signs, one single value, infinities, tiny
+    # differences.
     logits[0] = torch.randint(-2, 3, (width,), generator=generator).float()
     logits[1, :333] = torch.where(torch.rand(333, generator=generator) < 0.5, -0.0, 0.0)
     logits[6] = -1.25

@@ -1,5 +1,7 @@
-"""Calls of others' kernels of sparse latent attention, over emulated packages: right numbers
-through builder and impl, what the kernels document held, and every wrong call noticed.
+"""Calls of vendors' kernels of sparse latent attention, over emulated packages.
+
+Numbers are right through builder and impl, the kernels' documented contracts hold, and every wrong
+call is noticed.
 """
 
 from __future__ import annotations
@@ -41,26 +43,28 @@ KERNELS: list[tuple[SparseKernel, LatentFormat, str]] = [
     (K.TRTLLM, BF16, "b200"),
     (K.TRTLLM, RAW, "b200"),
 ]
-"""Kernels, with the rows that are cached and a GPU."""
+"""Vendors' kernels, each with rows that it reads and a GPU that it runs on."""
 IDS = [f"{kernel.value}-{layout.value}-{device}" for kernel, layout, device in KERNELS]
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The library's own kernels are judged by tests of their own."""
+    """The library's own kernels are replaced by torch, since tests of their own judge them."""
     monkeypatch.setattr(sparse_mla_choice, "unavailable_kernels", dict)
     with in_torch():
         yield
 
 
 def pair_of(kernel: SparseKernel, layout: LatentFormat) -> tuple[SparseKernel, SparseKernel]:
-    """A kernel for both phases; decodes by the library's own where it takes no such rows."""
+    """A kernel for both phases; the library's own kernel decodes where the kernel takes no such
+    rows.
+    """
     only_prefill = kernel is K.FLASHMLA_SPARSE and layout is not BF16
     return kernel, K.TRITON_SPARSE if only_prefill else kernel
 
 
 def fill_lists(step: Step, every: int) -> None:
-    """Lists without gaps, of every so many rows that see keys enough."""
+    """Lists without gaps for every so-many-th token that sees enough keys."""
     topk = step.lists.shape[1]
     for _, row, visible in step.each_row():
         if row % every == 0 and visible >= topk:
@@ -70,7 +74,7 @@ def fill_lists(step: Step, every: int) -> None:
 def errors_of(
     kernel: SparseKernel, layout: LatentFormat, device: str, name: str, **emulator: Any
 ) -> tuple[float, float]:
-    """Of a step by the kernel: output's and LSE's errors in units of what is allowed."""
+    """Errors of the kernel's output and LSE in a step, in units of what is allowed."""
     found = KNOWN_DEVICES[device]
     with emulated(found, **emulator), pytest.MonkeyPatch.context() as patch:
         patch.setattr(sparse_choice, "capability_of", lambda _: found.compute_capability)
@@ -80,7 +84,7 @@ def errors_of(
         scales._q_scale = torch.tensor(0.5)
         step.write_context(impl, scales)
         if kernel is K.TRTLLM and layout is RAW:
-            # As its query will be.
+            # The type that the query will have.
             codes = (step.query.float() / 0.5).clamp(-448, 448).to(torch.float8_e4m3fn)
             step.query = (codes.float() * 0.5).bfloat16()
         builder = works(step, *pair_of(kernel, layout))
@@ -91,7 +95,7 @@ def errors_of(
     is_converted = layout is BF16 and kernel is K.FLASHMLA_KV
     wanted, wanted_lse, low, low_lse = step.expected({False: is_converted, True: is_converted})
     allowed = budget(wanted, low, torch.bfloat16), lse_budget(wanted_lse, low_lse)
-    # Rows without keys included: anything but zeros and -inf is an infinite error.
+    # Rows without keys are included: anything but zeros and -inf there is an infinite error.
     worst = row_errors(out, wanted).max(), lse_errors(lse, wanted_lse).max()
     ratios = [float(one) / most for one, most in zip(worst, allowed, strict=True)]
     return tuple(math.inf if math.isnan(one) else one for one in ratios)  # type: ignore[return-value]
@@ -149,7 +153,7 @@ WRONG_NUMBERS: list[tuple[SparseKernel, LatentFormat, Any]] = [
     (K.TRTLLM, RAW, _set("decode", "bmm2_scale", lambda scale: scale * 1.1)),
     (K.TRTLLM, RAW, _set("decode", "seq_lens", lambda lens: (lens - 1).clamp(min=1))),
 ]
-"""Calls that a kernel takes, and that give other numbers."""
+"""Changed calls that a kernel accepts, and that give other numbers."""
 BROKEN_CONTRACTS: list[tuple[SparseKernel, LatentFormat, Any, str]] = [
     (K.FLASHMLA_SPARSE, BF16, _set(PREFILL, "q", lambda q: q[:, :4]), "4 heads"),
     (K.FLASHMLA_SPARSE, BF16, _set(PREFILL, "indices", lambda ids: ids[..., :-1]), "lists of 127"),
@@ -166,7 +170,7 @@ BROKEN_CONTRACTS: list[tuple[SparseKernel, LatentFormat, Any, str]] = [
     (K.TRTLLM, RAW, _set("decode", "seq_lens", lambda lens: lens * 0), "lengths"),
     (K.TRTLLM, RAW, _set("decode", "sparse_mla_top_k", lambda topk: topk + 4), "lists"),
 ]
-"""Calls that a kernel does not take, and what the emulated one says of each."""
+"""Changed calls that a kernel refuses, and what the emulated kernel says of each."""
 
 
 def device_of(kernel: SparseKernel) -> str:
@@ -188,7 +192,7 @@ def test_calls_that_a_kernel_does_not_take_are_noticed(place: int) -> None:
 
 
 def test_lists_are_the_wrapper_s_where_they_are_full() -> None:
-    """Others are the library's; without gaps and with keys enough the wrapper's results count."""
+    """FlashInfer's wrapper takes full lists without gaps; the library's kernel takes all others."""
     step = Step("long context", RAW)
     fill_lists(step, 1)
     impl, scales = impl_of(RAW, step.lists), scales_of()
@@ -210,7 +214,7 @@ def test_lists_are_the_wrapper_s_where_they_are_full() -> None:
 
 @pytest.mark.parametrize("version", [OLD, NEW])
 def test_a_captured_wrapper_reads_the_lists_of_a_later_step(version: str) -> None:
-    """Its plan is of shapes alone, so that a replay finds the lists where they were."""
+    """The wrapper's plan depends on shapes alone, and a replay finds the lists where they were."""
     capability = KNOWN_DEVICES["h200"].compute_capability
     with emulated(version=version), pytest.MonkeyPatch.context() as patch:
         patch.setattr(sparse_choice, "capability_of", lambda _: capability)
@@ -223,7 +227,7 @@ def test_a_captured_wrapper_reads_the_lists_of_a_later_step(version: str) -> Non
         again = builder.build(0, step.batch)
         assert captured.decode.planned.wrapper is again.decode.planned.wrapper
         assert captured.decode.planned.wrapper.is_graph
-        # Of lists that are not full the library's own kernel takes the rows.
+        # The library's own kernel takes rows whose lists are not full.
         assert captured.decode.launch.workspace is again.decode.launch.workspace
         out, _ = impl.forward_mqa(step.query, step.cache, captured, scales)
         wanted = step.expected({False: False, True: False})
@@ -233,7 +237,7 @@ def test_a_captured_wrapper_reads_the_lists_of_a_later_step(version: str) -> Non
 
 
 def test_prefill_decode_and_prefill_again_over_one_cache() -> None:
-    """What crashed where decodes decided for the prefills that followed."""
+    """This sequence crashed elsewhere, where decodes decided for the prefills that followed."""
     capability = KNOWN_DEVICES["h200"].compute_capability
     with emulated() as found, pytest.MonkeyPatch.context() as patch:
         patch.setattr(sparse_choice, "capability_of", lambda _: capability)
@@ -262,7 +266,7 @@ def test_layers_share_a_step_s_schedule_and_steps_do_not() -> None:
         step.write_context(impl, scales)
         builder = works(step, K.FLASHMLA_KV, K.FLASHMLA_KV)
         assert not found.called
-        # The first call of all asks for its sums' base besides.
+        # The first call of all also asks for the base of its LSE.
         impl.forward_mqa(step.query, step.cache, builder.build(0, step.batch), scales)
         assert found.called == [CACHED, CACHED]
         before = len(found.schedules)
@@ -314,7 +318,7 @@ def test_a_package_that_cannot_be_used_says_why(monkeypatch: pytest.MonkeyPatch)
         sparse_calls.load_fa3()
 
     class Old:
-        """Before schedules were objects."""
+        """FlashMLA before schedules were objects."""
 
         flash_mla_sparse_fwd = flash_mla_with_kvcache = staticmethod(lambda q: q)
 
@@ -330,5 +334,5 @@ def test_a_package_that_cannot_be_used_says_why(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_heads_of_the_layer_are_few() -> None:
-    """Else nothing above is padded."""
+    """The layer has few heads: with more, nothing above would be padded."""
     assert H < 64

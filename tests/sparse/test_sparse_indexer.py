@@ -1,4 +1,6 @@
-"""The indexer's builder and object, and the whole sparse layer: lists and states of the oracle."""
+"""The indexer's builder and object, and the whole sparse layer, against the oracle's lists and
+states.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,14 @@ STEPS = {
     "idle": ([], 0),
     "at the end": ([(3, 13, 1), (0, 76, 54)], 0),
 }
-"""Pages of 64 tokens end within prompts, first ones and later ones."""
+"""Steps in which pages of 64 tokens end within first and later chunks of prompts."""
 REPLAYED = (
     ([(0, 60, 4), (1, 9, 4), (2, 20, 4)], 0),
     ([(2, 24, 1), (0, 64, 4), (1, 13, 2)], 5),
     ([(1, 15, 1), (2, 25, 1), (0, 68, 1)], 9),
     ([(0, 69, 4), (2, 26, 4), (1, 16, 4)], 0),
 )
-"""As many requests and tokens, padding counted."""
+"""A step of as many requests and tokens as the captured step, with padding."""
 
 
 def run_all(layer: SparseLayer) -> None:
@@ -86,7 +88,7 @@ def test_in_torch_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_logits_and_keys_that_do_not_fit_are_held_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three rows of the longest request, or the keys of one, at a time."""
+    """Three tokens' logits of the longest request, or one request's keys, fit at a time."""
     monkeypatch.setattr(builders, "LOGIT_BYTES", 3 * SMALL.longest * 4)
     monkeypatch.setattr(builders, "KEY_BYTES", 0)
     layer = SparseLayer(BF16, sizes=SMALL)
@@ -161,7 +163,7 @@ def test_a_captured_layer_replays_other_batches(layout: Any) -> None:
         step = layer.step(parts, padding)
         output = captured.replay(step)
         layer.check(step, output)
-        # Bits too, of what is known: rows of padding are any.
+        # Bits are equal too, except in padding, whose contents are not defined.
         assert torch.equal(output[: 12 - padding], layer.run(step)[: 12 - padding])
 
 

@@ -33,7 +33,7 @@ def facts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> An
 def launches(
     heads: int, most: int, is_invariant: bool, hopper: HopperOptions | None = None
 ) -> tuple[SparseLaunches, GraphBuffers]:
-    # What would be memory of a GPU.
+    # The meta device stands for a GPU: sizes are counted, and nothing is allocated.
     buffers = GraphBuffers("meta")
     shape, phases = SparseShape(heads, TOPK), {PREFILL: hopper, DECODE: None}
     return SparseLaunches(shape, most, is_invariant, phases, buffers), buffers
@@ -67,7 +67,7 @@ def test_scratch_holds_every_step_and_is_bounded(
                 assert tile.counters <= buffers["counters"].numel()
                 if not tile.shares:
                     most = max(most, sum(tile.state_floats(launch.rows + 1, heads, TOPK)))
-            # Rows are taken in turn only where they would not fit.
+            # Query tokens are taken in turn only where their states would not fit at once.
             assert launch.rows >= rows or most * 4 > sparse_launches.STATE_BYTES
             assert (launch.tile.hopper is not None) == (phase is PREFILL and hopper is not None)
             assert launch.twin.hopper is None
@@ -77,8 +77,8 @@ def test_scratch_holds_every_step_and_is_bounded(
 def test_rows_whose_bits_are_their_own_are_taken_in_turn(facts: Any) -> None:
     made, _ = launches(128, 8192, True)
     one, many = made.of(1, DECODE), made.of(8192, DECODE)
-    # Segments are folded in registers or after they are stored, by programs of some heads or
-    # others, to the same bits.
+    # Segments are folded in registers or after they are stored, and by programs of different heads;
+    # the bits are the same.
     alike = {"span": 1, "hastens": one.tile.hastens, "finish_rows": one.tile.finish_rows}
     assert replace(one.tile, span=1) == replace(many.tile, **alike)
     assert one.tile.finish_rows == (1 if facts == H200 else 4)

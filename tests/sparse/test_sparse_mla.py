@@ -1,7 +1,7 @@
 """SPARSE_MLA's impl over its builder: right numbers for every pair of kernels and every layout.
 
-Kernels of others are stood for by the reference, on exactly the rows and lists that they are given:
-what is judged is everything around them.
+The reference stands in for vendors' kernels, on exactly the rows and lists that these are given. So
+everything around the kernels is judged.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ STEPS = {
 
 @pytest.fixture(params=["h200", "b200"])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A GPU with every kernel, each stood for by the reference."""
+    """A GPU with every kernel; the reference stands in for each of them."""
     capability = KNOWN_DEVICES[request.param].compute_capability
     monkeypatch.setattr(sparse_choice, "capability_of", lambda device: capability)
     monkeypatch.setattr(sparse_mla_choice, "unavailable_kernels", dict)
@@ -78,7 +78,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 def by_reference(call: SparseCall) -> None:
-    """In torch, whatever kernel is asked for."""
+    """Attend by torch, whatever kernel is asked for."""
     out, lse = reference.sparse_mla(
         *(call.query, call.rotary, call.rows, call.indices, call.lens),
         *(LatentFormat(call.row.name), call.scale, call.k_scale),
@@ -88,7 +88,7 @@ def by_reference(call: SparseCall) -> None:
 
 
 def checked(kernel: SparseKernel) -> Any:
-    """The reference, behind what a kernel's record says that it is given."""
+    """Check what a kernel's record says it is given, then attend by the reference."""
     rule = rule_of(kernel)
 
     def attend(call: SparseCall) -> None:
@@ -131,7 +131,7 @@ class Step:
         return torch.randn(*shape, generator=self.random).bfloat16()
 
     def _lists(self, rows: int) -> Tensor:
-        """Duplicates, gaps, fewer than there is room for; stale ones of padding."""
+        """Lists with duplicates and gaps, shorter than their room; padding has stale lists."""
         lists = torch.randint(0, 9999, (rows, TOPK), generator=self.random).int()
         for req, row, visible in self.each_row():
             lists[row] = torch.randint(0, visible, (TOPK,), generator=self.random).int()
@@ -142,7 +142,7 @@ class Step:
         return lists
 
     def each_row(self) -> list[tuple[int, int, int]]:
-        """Request, row and keys that it sees."""
+        """Request, row and visible keys of each query token."""
         found, row = [], 0
         for req, (new, length) in enumerate(zip(self.query_lens, self.seq_lens, strict=True)):
             for token in range(new):
@@ -151,7 +151,7 @@ class Step:
         return found
 
     def write_context(self, impl: SparseMLAImpl, scales: LayerScales) -> None:
-        """Everything that was cached before, in torch, then the step's rows, by the impl."""
+        """Write everything that was cached before by torch, then the step's rows by the impl."""
         starts = self.batch.query_start_loc_cpu.tolist()
         new_rows = torch.zeros(self.batch.num_actual_tokens, L + R, dtype=torch.bfloat16)
         for req, rows in enumerate(self.keys):
@@ -171,10 +171,10 @@ class Step:
         )
 
     def expected(self, converted: dict[bool, bool]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """State by the oracle, and as careful maths in bf16 has it.
+        """The oracle's state, and the state of careful maths in bf16.
 
-        ``converted``: of decode and prefill (``is_prefill``), whether bf16 rows are block-scaled
-        for the kernel.
+        ``converted`` says for decode and prefill (key ``is_prefill``) whether bf16 rows are
+        block-scaled for the kernel.
         """
         rows = len(self.query)
         out, lse = torch.zeros(rows, H, L).double(), torch.full((rows, H), -torch.inf).double()
@@ -217,7 +217,7 @@ def scales_of() -> LayerScales:
 
 
 def works(step: Step, prefill: SparseKernel, decode: SparseKernel) -> Any:
-    """The builder of a pair, or None where it is refused."""
+    """The builder of a pair of kernels, or None where it is refused."""
     config = CONFIG.replace(kernels=Kernels(sparse=SparseKernels(prefill=prefill, decode=decode)))
     with suppress(ValueError):
         return SparseMLAMetadataBuilder(step.spec, ["layers.0"], config, "cpu")
@@ -232,7 +232,7 @@ def test_every_pair_of_kernels_computes_the_same_right_numbers(
     step = Step(name, layout)
     impl, scales = impl_of(layout, step.lists), scales_of()
     step.write_context(impl, scales)
-    # Lists and rows are converted by kernels for the one device, in torch for the other.
+    # Lists and rows are converted by kernels on one device, and by torch on the other.
     with in_torch() if device == "b200" else nullcontext():
         walk(step, name, impl, scales)
 
@@ -247,7 +247,7 @@ def walk(step: Step, name: str, impl: SparseMLAImpl, scales: LayerScales) -> Non
         if builder is None:
             continue
         record = builder.build(0, step.batch)
-        # Kernels of a phase that has no rows make no difference.
+        # The kernel of a phase without rows makes no difference.
         if record.plan in seen:
             continue
         seen.add(record.plan)
@@ -271,7 +271,7 @@ def walk(step: Step, name: str, impl: SparseMLAImpl, scales: LayerScales) -> Non
 
 
 def test_a_layer_runs_from_projections_to_values(device: str) -> None:
-    """Absorbed, attended, projected."""
+    """The layer absorbs queries, attends and projects values."""
     step = Step("mixed", RAW)
     impl, scales = impl_of(RAW, step.lists), scales_of()
     step.write_context(impl, scales)
@@ -282,7 +282,7 @@ def test_a_layer_runs_from_projections_to_values(device: str) -> None:
     mla_attention(impl, scales, q, new[:, :L], new[:, L:], step.cache, record, output)
     assert bool((output[step.tokens :] == 7).all())
     absorbed = absorb_query(q[..., :32], impl.W_UK), q[..., 32:]
-    # Judged above.
+    # The numbers are judged by the tests above.
     latent, _ = impl.forward_mqa(absorbed, step.cache, record, scales)
     values = project_latent_output(latent, impl.W_UV).flatten(1)
     assert torch.equal(output[: step.tokens], values[: step.tokens])
@@ -298,7 +298,7 @@ def test_rows_past_the_step_s_are_neutral(device: str, monkeypatch: pytest.Monke
     new_empty = torch.Tensor.new_empty
 
     def full_of_nan(x: Tensor, *shape: Any, **fields: Any) -> Tensor:
-        """Room with what was there before."""
+        """Memory that holds what was there before: NaN."""
         room = new_empty(x, *shape, **fields)
         return room.fill_(torch.nan) if room.dtype in (torch.bfloat16, torch.float32) else room
 
@@ -324,7 +324,7 @@ def test_a_captured_step_reads_what_a_rebuilt_one_says(device: str) -> None:
         )
         captured = builder.build_for_cudagraph_capture(early)
         builder.build(0, batch)
-        # What the graph would read: the early record over buffers as they are now.
+        # A graph would read the early record, over buffers as they are now.
         assert captured.decode is not None
         captured.decode.block_table = batch.block_table_tensor
         out, lse = impl.forward_mqa(step.query, step.cache, captured, scales)
@@ -337,7 +337,7 @@ def test_a_captured_step_reads_what_a_rebuilt_one_says(device: str) -> None:
 @pytest.mark.parametrize("layout", [BF16, RAW, SCALED])
 @pytest.mark.parametrize("name", STEPS)
 def test_the_library_s_own_kernel_is_its_operation(name: str, layout: LatentFormat) -> None:
-    """On any device; the kernel is judged by tests of its own."""
+    """The library's own kernel attends on any device; tests of its own judge the kernel."""
     step = Step(name, layout)
     impl, scales = impl_of(layout, step.lists), scales_of()
     with in_torch():
@@ -398,7 +398,7 @@ def test_serving_after_a_warm_up_meets_no_new_variant(
         launches.clear()
         step.write_context(impl, scales)
         record = builder.build(0, step.batch)
-        # An engine's absorbed queries lie head by head.
+        # An engine's absorbed queries lie head by head in memory.
         absorbed = step.query[..., :L].transpose(0, 1).contiguous().transpose(0, 1)
         impl.forward_mqa((absorbed, step.query[..., L:]), step.cache, record, scales)
         assert launches

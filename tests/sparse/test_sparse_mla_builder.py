@@ -1,4 +1,6 @@
-"""SPARSE_MLA's builder: what every row reads in every mode, in place, without reading back."""
+"""SPARSE_MLA's builder: it says in place, without reading the device, what every token reads in
+every mode.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,7 @@ def builder_of(
 def batch_of(
     query_lens: list[int], seq_lens: list[int], padding: int = 0
 ) -> CommonAttentionMetadata:
-    """Blocks in no order; past a request's last one the table holds wild ids."""
+    """Blocks are in no order; past a request's last block the table holds wild ids."""
     columns = max(-(-length // P) for length in [*seq_lens, 1]) + 1
     table = torch.full((len(seq_lens), columns), WILD_BLOCK // P, dtype=torch.int32)
     free = 1 + torch.randperm(99, generator=torch.Generator().manual_seed(0)).int()
@@ -86,7 +88,9 @@ def batch_of(
 
 
 def lists_of(batch: CommonAttentionMetadata, seed: int = 1) -> torch.Tensor:
-    """``[T, TOPK]``: for each row what it sees, some of it twice, some none; stale for padding."""
+    """Lists ``[T, TOPK]``: keys that each token sees, some twice, some entries empty; padding has
+    stale lists.
+    """
     random = torch.Generator().manual_seed(seed)
     lists = torch.randint(0, 10_000, (batch.num_actual_tokens, TOPK), generator=random).int()
     starts = batch.query_start_loc_cpu.tolist()
@@ -102,7 +106,7 @@ def lists_of(batch: CommonAttentionMetadata, seed: int = 1) -> torch.Tensor:
 
 
 def wanted_slots(batch: CommonAttentionMetadata, lists: torch.Tensor) -> list[list[int]]:
-    """Slots that each row reads, in order; by loops."""
+    """Slots that each token reads, in order, found by loops."""
     starts, found = batch.query_start_loc_cpu.tolist(), []
     for row in range(batch.num_actual_tokens):
         reqs = [req for req in range(batch.num_reqs) if starts[req] <= row < starts[req + 1]]
@@ -116,7 +120,7 @@ def wanted_slots(batch: CommonAttentionMetadata, lists: torch.Tensor) -> list[li
 
 
 def read_slots(rows: SparseRows, lists: torch.Tensor) -> list[list[int]]:
-    """Slots that a kernel would read, by way of what the record says."""
+    """Slots that a kernel would read if it follows the record."""
     plan, found = rows.plan, []
     own = lists[rows.first_token : rows.first_token + rows.num_rows]
 
@@ -205,7 +209,7 @@ def test_every_row_reads_what_its_list_says(
     record = builder_of(layout, prefill, decode).build(0, batch)
     assert record.plan.mode is mode
     check_reads(record, batch)
-    # All of them go to one method of the impl.
+    # All rows go to one method of the impl.
     assert (record.num_decodes, record.num_prefills) == (batch.num_reqs, 0)
     assert record.num_decode_tokens == record.num_actual_tokens == batch.num_actual_tokens
     assert record.num_prefill_tokens == 0
@@ -221,7 +225,7 @@ def test_converted_rows_are_held_a_few_at_a_time(name: str, bounds: bool) -> Non
     batch, _ = STEPS[name]
     if not bounds:
         batch = batch.replace(seq_lens_cpu_upper_bound=None)
-    # One request of the longest: 512 rows of 1152 bytes.
+    # The longest request needs 512 rows of 1152 bytes.
     builder = builder_of(RAW, K.FLASHMLA_SPARSE, mla_workspace_bytes=512 * 1152)
     record = builder.build(0, batch)
     check_reads(record, batch)
@@ -292,7 +296,7 @@ def test_a_build_reads_nothing_back(
 def test_a_captured_step_is_rebuilt_in_place(layout: LatentFormat, decode: SparseKernel) -> None:
     builder = builder_of(layout, decode=decode)
     captured = builder.build_for_cudagraph_capture(batch_of([2, 2, 2], [5, 5, 5])).decode
-    # A replay with other lengths, and with padding.
+    # A replay has other lengths, and padding.
     batch = batch_of([2, 1, 0], [70, 33, 0], padding=3)
     record = builder.build(0, batch)
     rows = record.decode
@@ -362,8 +366,10 @@ def test_rooms_of_the_two_phases_do_not_overlap() -> None:
 
 
 def test_the_sequence_that_failed_elsewhere() -> None:
-    """Prefill by the bf16 kernel over quantised rows, a decode, another prefill; and a batch of
-    both, whose prefill rows were handed over as they were.
+    """Prefill by the bf16 kernel over quantised rows, a decode, another prefill, and a batch of
+    both.
+
+    Elsewhere this sequence failed: prefill rows were handed to the kernel unconverted.
     """
     for layout in (RAW, SCALED):
         builder = builder_of(layout, K.FLASHMLA_SPARSE, K.FLASHMLA_KV)
@@ -386,7 +392,7 @@ def test_no_room_is_kept_for_what_is_read_as_it_is() -> None:
     assert "converted" not in builder.buffers
     assert "counts" not in builder.buffers
     assert "counts" in builder_of(BF16, decode=K.FA3).buffers
-    # Decodes convert no more than they can list: 6 requests of 4 rows of 64 entries.
+    # Decodes convert at most what they can list: 6 requests of 4 tokens with 64 entries.
     small = builder_of(RAW, decode=K.FLASHMLA_KV).buffers["converted"]
     assert len(small) == 6 * 4 * 64 * 656
 

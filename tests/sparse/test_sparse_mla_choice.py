@@ -1,6 +1,6 @@
-"""Every pair of kernels over every layout in every mode: a plan, or the refusal that is written.
+"""Every pair of kernels over every layout in every mode: a plan, or a refusal with known words.
 
-The table is by hand, from what the kernels' sources and threads say; nothing of it is computed.
+The table is written by hand, from the kernels' sources and threads; nothing of it is computed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ K, MODES = SparseKernel, ForwardMode
 PREFILL, DECODE = SparsePhase.PREFILL, SparsePhase.DECODE
 DEVICES = ("h200", "b200")
 
-# What a kernel is given ("as it is", or what rows are converted to), or the words of its refusal.
+# What a kernel is given ("as it is", or the rows it converts to), or the words of its refusal.
 AS_IT_IS, TO_656, TO_BF16 = "as it is", "to 656", "to bf16"
 NOT_FOR_DECODE = "rows are converted to bf16 for prefill, not for decode"
 LOSES = "bf16 rope would be rounded to e4m3"
@@ -54,7 +54,7 @@ ONLY_BF16 = "fa3 reads bf16 rows alone"
 SM100_ONLY = "trtllm needs compute capability 10.0 to 10.3, got 9.0"
 SM90_ONLY = "needs compute capability 9.0, got 10.0"
 
-# Rows of a cache -> kernel -> (prefill, decode), on an H200 and where a B200 differs.
+# Rows of a cache -> kernel -> (prefill, decode), on an H200, and where a B200 differs.
 TABLE: Final = {
     BF16: {
         K.TRITON_SPARSE: (AS_IT_IS, AS_IT_IS),
@@ -87,13 +87,13 @@ TABLE: Final = {
 ON_B200: Final = {
     (BF16, K.TRTLLM): (AS_IT_IS, AS_IT_IS),
     (BF16, K.FA3): (SM90_ONLY, SM90_ONLY),
-    # Of the two, the one for few keys per new token.
+    # FLASHMLA_AUTO takes, of FlashMLA's two kernels, the kernel for few keys per new token.
     (RAW, K.FLASHMLA_AUTO): (TO_BF16, TO_656),
     (RAW, K.TRTLLM): (AS_IT_IS, AS_IT_IS),
     (RAW, K.FLASHINFER_MLA): (SM90_ONLY, SM90_ONLY),
     (SCALED, K.FLASHMLA_AUTO): (TO_BF16, AS_IT_IS),
 }
-# Kernel that "flashmla_auto" stands for: (prefill, decode).
+# The kernel that "flashmla_auto" stands for: (prefill, decode).
 AUTO: Final = {
     ("h200", BF16): (K.FLASHMLA_SPARSE, K.FLASHMLA_SPARSE),
     ("h200", RAW): (K.FLASHMLA_KV, K.FLASHMLA_KV),
@@ -102,7 +102,7 @@ AUTO: Final = {
     ("b200", RAW): (K.FLASHMLA_SPARSE, K.FLASHMLA_KV),
     ("b200", SCALED): (K.FLASHMLA_SPARSE, K.FLASHMLA_KV),
 }
-# Heads that 16 become: (H200, B200).
+# Number of heads that 16 are padded to: (H200, B200).
 HEADS: Final = {
     K.TRITON_SPARSE: (16, 16),
     K.FLASHMLA_SPARSE: (64, 128),
@@ -149,7 +149,7 @@ def expected(device: str, layout: LatentFormat, kernel: SparseKernel) -> tuple[s
 
 
 def holds(plan: PhasePlan, device: str, chosen: SparseKernel, given: str) -> None:
-    """The plan is the table's."""
+    """Check that the plan is the table's."""
     is_prefill = plan.phase is PREFILL
     wanted = chosen
     if chosen is K.FLASHMLA_AUTO:
@@ -162,11 +162,11 @@ def holds(plan: PhasePlan, device: str, chosen: SparseKernel, given: str) -> Non
     else:
         assert plan.conversion is not None
         assert (plan.conversion.source, plan.conversion.target) == (plan.stored, plan.reads)
-        # 100 new tokens list more rows than there are, decodes fewer.
+        # 100 new tokens list more rows than exist, decodes list fewer.
         assert plan.index_kind is (IndexKind.RAGGED if is_prefill else IndexKind.GATHERED)
     assert plan.padded_heads == HEADS[wanted][DEVICES.index(device)]
     assert plan.num_heads == 16
-    # Only a vendor's kernel that reads one scale per tensor has the query so.
+    # Only a vendor's kernel that reads one scale per tensor has the query in e4m3.
     is_fp8 = wanted is K.TRTLLM and plan.stored is RAW
     assert plan.query_dtype is (DType.FLOAT8_E4M3FN if is_fp8 else DType.BFLOAT16)
     assert plan.snaps_scales == (given == TO_656 and wanted is K.FLASHMLA_KV and device == "b200")
@@ -211,13 +211,13 @@ def test_the_table_names_every_kernel_and_every_layout() -> None:
     assert {rule.kernel for rule in SPARSE_KERNELS} == set(K) - {K.FLASHMLA_AUTO} == set(HEADS)
 
 
-# -- What went wrong elsewhere.
+# -- Sequences that went wrong in other libraries.
 
 
 @pytest.mark.parametrize("layout", [RAW, SCALED])
 def test_a_decode_between_two_prefills_changes_neither(layout: LatentFormat) -> None:
-    """There, a decode overwrote prefill's kernel, and the kind of the indices followed prefill's
-    kernel in every mode, while offsets existed for prefill alone.
+    """Elsewhere a decode overwrote prefill's kernel. The kind of the indices then followed
+    prefill's kernel in every mode, while offsets existed for prefill alone.
     """
     setup = setup_of(layout, prefill=K.FLASHMLA_SPARSE, decode=K.FLASHMLA_KV)
     check_setup(setup, {})
@@ -234,7 +234,8 @@ def test_a_decode_between_two_prefills_changes_neither(layout: LatentFormat) -> 
     assert step.decode is not None
     assert step.decode.kernel is K.FLASHMLA_KV
     assert step.decode.index_kind is not IndexKind.RAGGED
-    # Rows for the bf16 kernel in a batch with decodes too: those were handed over as they were.
+    # The bf16 kernel's rows are converted in a batch with decodes too; elsewhere they were handed
+    # over as they were.
     mixed = resolve(setup, MODES.MIXED, NEW)
     assert mixed.prefill == first.prefill
     assert mixed.decode == step.decode

@@ -20,7 +20,7 @@ from tests.sparse.sparse_cases import LAYOUTS, SparseCase, SparseTrial
 
 LENS = (96, 0, 33, 1, 64, 95)
 ENOUGH = 4
-"""Rows that are not split on the device that a CPU stands for."""
+"""Query tokens whose lists are not split, on the device that a CPU stands for."""
 
 
 @pytest.fixture(params=["kernel", "torch"])
@@ -33,7 +33,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 def run(trial: SparseTrial, tile: SparseTile | None = None, **changes: Any) -> dict[str, float]:
-    """What is beyond its budget."""
+    """Run the kernel; return results that exceed their budget."""
     out, lse = trial.results()
     sparse_mla(**{**trial.arguments(), **changes}, output=out, lse=lse, tile=tile)
     return trial.misses(out, lse)

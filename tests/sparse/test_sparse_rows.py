@@ -1,4 +1,4 @@
-"""Rows of sparse attention and the slots of contexts: kernels and twins against loops."""
+"""Query rows of sparse attention and slots of contexts: kernels and torch twins against loops."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def rows_of(count: int) -> RowLengths:
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[list[int], list[int], int, int]:
-    """Query lengths, KV lengths, first token of the phase, padding tokens."""
+    """Query lengths, KV lengths, first token of the phase and padding tokens of a batch."""
     reqs = draw(st.integers(1, MOST))
     query_lens = draw(st.lists(st.integers(0, 5), min_size=reqs, max_size=reqs))
     context = draw(st.lists(st.integers(0, 20), min_size=reqs, max_size=reqs))
-    # Among them padding requests: no keys, whatever their tokens.
+    # Some are padding requests: they have no keys, whatever their tokens.
     gone = draw(st.lists(st.booleans(), min_size=reqs, max_size=reqs))
     seq_lens = [
         0 if empty else new + old for new, old, empty in zip(query_lens, context, gone, strict=True)

@@ -1,7 +1,7 @@
 """Every prefill kernel x decode kernel x stored rows of SPARSE_MLA: right numbers, or the reason.
 
-Nothing stands for a kernel here. What is expected is written down again, from what FlashMLA,
-FlashInfer and FlashAttention read, and not taken from the rules that are judged.
+Nothing stands in for a kernel here. Expectations are written down anew from what FlashMLA,
+FlashInfer and FlashAttention read, and not taken from the rules under test.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STEPS: tuple[list[Part], ...] = (
     [(0, 72, 25), (2, 31, 10)],
 )
 
-# By kernel and phase: rows that it computes from, as they are or converted.
+# For a kernel and a phase: rows that it computes from, stored as they are or converted.
 SERVED: dict[SparseKernel, dict[SparsePhase, tuple[LatentFormat, ...]]] = {
     K.TRITON_SPARSE: {PREFILL: (BF16, RAW, SCALED), DECODE: (BF16, RAW, SCALED)},
     K.FLASHMLA_SPARSE: {PREFILL: (BF16, RAW, SCALED), DECODE: (BF16,)},
@@ -36,7 +36,7 @@ SERVED: dict[SparseKernel, dict[SparsePhase, tuple[LatentFormat, ...]]] = {
     K.FLASHINFER_MLA: {PREFILL: (RAW,), DECODE: (RAW,)},
     K.FA3: {PREFILL: (BF16,), DECODE: (BF16,)},
 }
-# What a refusal says of rows that a kernel does not take.
+# What a refusal says about rows that a kernel does not take.
 ROW_REASONS = {
     (K.FLASHMLA_SPARSE, DECODE, RAW): "are converted to bf16 for prefill, not for decode",
     (K.FLASHMLA_SPARSE, DECODE, SCALED): "are converted to bf16 for prefill, not for decode",
@@ -63,11 +63,11 @@ CAPABILITIES: dict[SparseKernel, tuple[str, tuple[tuple[int, int], ...]]] = {
 def reasons(
     kernel: SparseKernel, phase: SparsePhase, layout: LatentFormat, device: str
 ) -> list[str]:
-    """What a refusal must say; [] where there is none."""
+    """What a refusal must say; [] where there is no refusal."""
     found = []
     if layout not in SERVED[kernel][phase]:
         found.append(ROW_REASONS[kernel, phase, layout])
-    # What the choice between FlashMLA's two can come to: over bf16 rows the one that reads them.
+    # The choice between FlashMLA's two kernels: over bf16 rows it takes the kernel that reads them.
     concrete = kernel
     if kernel is K.FLASHMLA_AUTO:
         concrete = K.FLASHMLA_SPARSE if layout is BF16 else K.FLASHMLA_KV
@@ -128,8 +128,9 @@ ALTERNATING: tuple[list[Part], ...] = (
 @pytest.mark.parametrize("layout", [RAW, SCALED])
 @pytest.mark.parametrize("decode", [K.FLASHMLA_KV, K.TRITON_SPARSE])
 def test_prefill_over_fp8_after_a_decode(layout: LatentFormat, decode: SparseKernel) -> None:
-    """What a decode does to a step's plan must not reach the prefill behind it: in SGLang's attempt
-    the second prefill by ``flashmla_sparse`` over an fp8 cache crashed.
+    """A decode must not change the plan of the prefill after it.
+
+    In SGLang's attempt the second prefill by ``flashmla_sparse`` over an fp8 cache crashed.
     """
     for kernel in (K.FLASHMLA_SPARSE, decode):
         missing = unavailable_kernels().get(kernel)

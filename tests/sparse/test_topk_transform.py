@@ -1,4 +1,4 @@
-"""Top-k lists to slots and to rows of a buffer: kernel and twin against loops."""
+"""Top-k lists translated to slots and to rows of a buffer: kernel and torch twin against loops."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def use(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Case:
-    """Rows of a few requests, whose tables hold wild ids past their last block."""
+    """Lists of a few requests, whose tables hold wild ids past their last block."""
 
     def __init__(self, seed: int, rows: int, topk: int) -> None:
         random = torch.Generator().manual_seed(seed)
@@ -40,7 +40,7 @@ class Case:
             self.table[req, :used] = numbers(1, 1000, used)
         self.reqs = numbers(0, 3, rows)
         self.visible = torch.minimum(self.lens[self.reqs.long()], numbers(0, 31, rows))
-        # Among them are none, some twice, and some that nobody sees.
+        # Some entries are empty, some are listed twice, and some keys are invisible.
         wide = numbers(-2, 34, rows, topk + 3)
         self.ids = wide[:, :topk]
         self.offsets = numbers(0, 10_000, 3)
@@ -105,7 +105,7 @@ def test_slots_are_counted_beyond_tables_and_32_bit_rows(
     ids = torch.tensor([[0, 63, 64, 127, 128]], dtype=torch.int32)
     table = torch.tensor([[20_000_000, 5]], dtype=torch.int32)
     out, one = torch.empty_like(ids), torch.zeros(1, dtype=torch.int32)
-    # A length beyond the table leads nowhere past its end.
+    # A length beyond the table must lead nowhere past the table's end.
     transform_topk(ids, one + 200, one, IndexKind.PAGED, out, block_table=table, block_size=64)
     assert out.tolist() == [[1_280_000_000, 1_280_000_063, 320, 383, -1]]
 
@@ -147,7 +147,7 @@ def test_ids_that_a_row_does_not_see_are_found_when_debugging(
     message = rf"ids\[1, 1\] must be -1 or below visible_lens\[1\] \(5\), got {bad}"
     with pytest.raises(ValueError, match=message):
         transform_topk(ids, visible, reqs, IndexKind.PAGED, out, **arguments)
-    # A row of padding lists what was there before.
+    # Padding lists what was there before.
     visible[1] = 0
     transform_topk(ids, visible, reqs, IndexKind.PAGED, out, **arguments)
     assert out.tolist() == [[-1, -1], [-1, -1]]

@@ -30,11 +30,11 @@ BLOCKS = {
     "nemotron_h": {"hybrid_override_pattern": "M-*EM*"},
     "nemotron-nas": {"block_configs": [{"attention": {"n_heads_in_group": 8}}] * 6},
 }
-"""What says which layers are attention, where a family needs it said."""
+"""Fields that say which layers are attention, for families that need them."""
 
 
 def config(model_type: str, **fields: object) -> dict[str, object]:
-    """A small config of that type, with every size that it needs."""
+    """A small config of this model type, with every size that it needs."""
     latent = LATENT if model_type in LATENT_TYPES else {}
     index = INDEX if model_type in SPARSE_TYPES else {}
     body = {**BASE, **latent, **index, **BLOCKS.get(model_type, {}), **fields}
@@ -54,10 +54,10 @@ def read(model_type: str, **fields: object) -> ModelGeometry:
 
 
 def kinds(model: ModelGeometry) -> list[LayerKind]:
-    """Kind of each layer."""
+    """The kind of each layer."""
     return [layer.kind for layer in model.layers]
 
 
 def windows(model: ModelGeometry) -> list[int | None]:
-    """Window of each layer."""
+    """The window of each layer."""
     return [layer.sliding_window for layer in model.layers]

@@ -1,4 +1,4 @@
-"""What layers ask and backends declare, as data."""
+"""The requests of layers and the declarations of backends, as data."""
 
 import pytest
 

@@ -134,7 +134,7 @@ def test_known_devices(
         ("11.0", 227),
         ("12.0", 99),
         ("12.1", 99),
-        # Not in the table: the least of the major version, or of all.
+        # A capability outside the table gets the least of its major version, or of all.
         ("8.8", 99),
         ("10.9", 227),
         ("13.0", 99),
@@ -149,7 +149,7 @@ def test_each_capability_has_its_shared_memory(capability: str, kibibytes: int) 
 
 
 def test_programs_of_a_multiprocessor_share_a_kibibyte_more_than_one_has() -> None:
-    # 100 KiB on 8.6, of which each program takes one for itself.
+    # 8.6 has 100 KiB, of which each program takes one KiB for itself.
     facts = KNOWN_DEVICES["a10"].facts
     assert facts == GpuFacts(DeviceKind.SM80, 72, 99 << 10)
     assert [facts.programs(kib << 10) for kib in (100, 99, 50, 49, 24, 0)] == [0, 1, 1, 2, 4, 100]

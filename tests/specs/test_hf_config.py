@@ -378,7 +378,7 @@ def needed_fields() -> list[tuple[str, str]]:
         for model_type, family in sorted(FAMILIES.items())
         for name, field in family.model_fields.items()
         if field.is_required() and family.names_of(name) == (name,)
-        # A Nemotron-H without a number of layers has as many as its list says.
+        # A Nemotron-H without a number of layers has as many layers as its list.
         if (model_type, name) != ("nemotron_h", "num_hidden_layers")
     ]
 
@@ -406,7 +406,7 @@ def test_the_sizes_that_every_family_needs_are_tested_as_missing():
 
 
 def own(**changes: object) -> dict[str, object]:
-    """A small model in our own format."""
+    """A small model in the project's own format."""
     model = read("llama", num_hidden_layers=2, head_dim=64)
     return {**model.model_dump(mode="json"), **changes}
 

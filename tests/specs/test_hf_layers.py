@@ -178,7 +178,7 @@ def test_mimo_v2_has_heads_and_sinks_by_kind_of_layer(model_type):
     assert (full.num_heads, full.num_kv_heads, full.head_size, full.v_size) == (32, 4, 192, 128)
     assert (window.num_heads, window.num_kv_heads) == (64, 16)
     assert (window.head_size, window.v_size, window.scale) == (96, 64, 96**-0.5)
-    # 128 keys before its own.
+    # A token sees 128 keys before its own.
     assert window.sliding_window == 129
     assert (full.has_sinks, window.has_sinks) == (False, True)
 

@@ -17,11 +17,11 @@ def longest(model_type: str, positions: int, **fields: object) -> int:
 @pytest.mark.parametrize(
     ("positions", "rope", "expected"),
     [
-        # Qwen's advice: the file keeps the trained length.
+        # Qwen advises to keep the trained length in the file.
         (32768, {**YARN, **TRAINED}, 131072),
         (40960, {**YARN, **TRAINED}, 131072),
         (32768, {"type": "yarn", "factor": 4.0}, 131072),
-        # DeepSeek's files, gpt-oss's: the product is there already.
+        # The files of DeepSeek and gpt-oss already hold the product.
         (131072, {**YARN, **TRAINED}, 131072),
         (262144, {**YARN, **TRAINED}, 262144),
         (4096, {"type": "linear", "factor": 2.0}, 8192),
@@ -52,7 +52,7 @@ def test_scaling_by_type_of_layer_is_that_of_full_layers():
 def test_files_of_gemma_3_and_phi_3_give_the_scaled_length():
     linear = {"rope_type": "linear", "factor": 8.0}
     assert longest("gemma3", 131072, rope_scaling=linear) == 131072
-    # Phi-3's older files say "yarn" for what is LongRoPE now.
+    # Phi-3's older files say "yarn" for the type that is now LongRoPE.
     assert longest("phi3", 131072, rope_scaling={"type": "yarn", "factor": 4.0}) == 131072
 
 

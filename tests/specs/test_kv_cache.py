@@ -72,7 +72,7 @@ CHANGES: dict[str, Any] = {
     "block_size": 32,
 }
 
-# 16 tokens of 3 heads with K and V of 64 values, bf16 model: bytes of a block.
+# Bytes of a block: 16 tokens of 3 heads with K and V of 64 values, for a bf16 model.
 DENSE_PAGE_BYTES = {
     "auto": 16 * 3 * (64 + 64) * 2,
     "float16": 16 * 3 * (64 + 64) * 2,
@@ -204,7 +204,7 @@ def test_bytes_for_a_request_are_its_blocks_times_the_page(kind: str) -> None:
 # -- Blocks: (tokens, in flight) -> blocks.
 
 PLAIN = {(0, 0): 0, (1, 0): 1, (15, 0): 1, (16, 0): 1, (17, 0): 2, (32, 9): 2, (33, 0): 3}
-# A window of 32: 31 earlier tokens touch 3 blocks of 16 when they start inside one.
+# With a window of 32, 31 earlier tokens touch 3 blocks of 16 if they start inside one.
 WINDOW = {
     (0, 0): 0,
     (1, 0): 1,

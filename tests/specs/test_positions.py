@@ -1,4 +1,4 @@
-"""Windows, chunks and ranges cut to what 32 bits hold mask what they did."""
+"""Windows, chunks and ranges that are cut to 32 bits mask the same keys as before."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_a_caller_that_knows_the_source_names_it_in_place_of_the_record() -> Non
     ):
         EngineConfig(max_model_len=0)
     assert "EngineConfig" not in str(caught.value)
-    # What was named once keeps its name, and so does an error without fields.
+    # A record that was named once keeps its name, and so does an error without fields.
     with pytest.raises(SpecError, match=r"^layer 3: field 'head_size'"), spec_errors("model"):
         parse_spec(AttentionSelectorConfig, {"head_size": 0, "dtype": "bf16"}, "layer 3")
     with pytest.raises(SpecError, match=r"^heads do not divide$"), spec_errors("model"):

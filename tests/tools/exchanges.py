@@ -1,4 +1,6 @@
-"""Exchanges between partitions that racecheck is shown, see :mod:`tests.tools.sanitize`."""
+"""Exchanges between partitions of a program, for racecheck to judge: see
+:mod:`tests.tools.sanitize`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ WARPS: Final = 4
 
 @gluon.jit
 def give(record, full, WARPS: gl.constexpr):
-    """Every thread writes its own; one arrives, behind a barrier of all."""
+    """Every thread writes a number of its own; after a barrier of all threads, one arrives."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     record.store((gl.arange(0, 32 * WARPS, LAYOUT) + 5).to(gl.int64))
     thread_barrier()
@@ -25,7 +27,7 @@ def give(record, full, WARPS: gl.constexpr):
 
 @gluon.jit
 def take(out_ptr, record, full, AT: gl.constexpr):
-    """What one of them has written."""
+    """Wait for the record, and write out the number that thread AT stored in it."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     mbarrier.wait(full, 0)
     gl.store(out_ptr, gl.max(record.slice(AT, 1).load(LAYOUT), 0))
@@ -33,7 +35,7 @@ def take(out_ptr, record, full, AT: gl.constexpr):
 
 @gluon.jit
 def snatch(out_ptr, record, full, AT: gl.constexpr):
-    """Likewise, without waiting for it."""
+    """Read the record without waiting until it is full, which is a race."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     gl.store(out_ptr, gl.max(record.slice(AT, 1).load(LAYOUT), 0))
     mbarrier.wait(full, 0)
@@ -41,7 +43,7 @@ def snatch(out_ptr, record, full, AT: gl.constexpr):
 
 @gluon.jit
 def exchange_kernel(out_ptr, AT: gl.constexpr, RACES: gl.constexpr, WARPS: gl.constexpr):
-    """One number from the second partition to the first."""
+    """Hand one number from the second partition to the first."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     record = gl.allocate_shared_memory(gl.int64, [32 * WARPS], FLAT)
     full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -58,11 +60,11 @@ def exchange_kernel(out_ptr, AT: gl.constexpr, RACES: gl.constexpr, WARPS: gl.co
 
 
 def exchange(at: int, races: bool) -> int | None:
-    """Launch it.
+    """Launch :func:`exchange_kernel`.
 
     Args:
-        at: the thread whose number is read; the first one arrives.
-        races: without waiting.
+        at: the thread whose number is read; thread 0 arrives at the barrier.
+        races: read the number without waiting for it.
 
     Returns:
         What was read; None where it could be anything.

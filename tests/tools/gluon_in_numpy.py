@@ -1,9 +1,10 @@
-"""Gluon kernels for Hopper as plain Python over numpy: what they compute, without a GPU.
+"""Runs Gluon kernels for Hopper as plain Python over numpy: it shows what they compute, without a
+GPU.
 
-Their source runs as it stands, with numpy behind the names of Gluon. Partitions are threads, which
-meet at barriers that count as mbarriers do; programs run one after another. What a program loads or
-stores lies inside the tensor's storage, or it is an error. Layouts, proxies and the order of
-memory are not looked at: compiles and a GPU are for that.
+A kernel's source runs unchanged, with numpy behind the names of Gluon. Partitions are threads,
+which meet at barriers that count as mbarriers do. Programs run one after another. A load or store
+outside the tensor's storage is an error. Layouts, proxies and the order of memory are not checked:
+compiles and a GPU check them.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from attn.kernels.lang import packed
 from builders.launch.call import KernelCall
 
 PATIENCE = 10
-"""Seconds at a barrier until it counts as a deadlock."""
+"""Seconds that a thread waits at a barrier before it counts as a deadlock."""
 _here = threading.local()
 _memory = {"programs": 1}
-"""Whether the kernels before are waited for; programs of the launch."""
+"""The number of programs in the launch."""
 _lag = {"share": 0.0}
-"""Of loads into shared memory, those that arrive late."""
+"""Share of the loads into shared memory that arrive late."""
 LATE = 0.03
-"""Seconds until they do: several that were asked for later overtake them."""
+"""Seconds until late loads arrive; several later loads overtake them."""
 GATHERING = 128
-"""Threads of a warp group, each of which arrives behind what it has gathered."""
+"""Threads of a warp group; each of them arrives after the loads that it has asked for."""
 _dice = random.Random(1)
 
 
@@ -61,7 +62,7 @@ def value(x: Any) -> Value:
 
 
 def _is_open() -> bool:
-    """The partition has waited for the kernels before, or it is not launched ahead of their end."""
+    """Whether the partition may use memory: it has waited for earlier kernels, or need not wait."""
     return getattr(_here, "is_open", True)
 
 
@@ -70,7 +71,7 @@ def _open() -> None:
 
 
 class Pointer:
-    """An element of a storage, or several."""
+    """A pointer to one element of a storage, or to several."""
 
     def __init__(self, storage: np.ndarray, offset: Any) -> None:
         self.storage, self.offset = storage, offset
@@ -90,7 +91,7 @@ class Pointer:
         return types.SimpleNamespace(element_ty=self.storage.dtype.type)
 
     def within(self, mask: Any, *others: Any) -> list[np.ndarray]:
-        """Offsets and what goes with them where the mask is set."""
+        """Offsets where the mask is set, and the elements of ``others`` there."""
         assert _is_open(), "kernels before this one may still run"
         offset, mask, *others = np.broadcast_arrays(self.offset, mask, *others)
         used = offset[mask]
@@ -125,7 +126,7 @@ class Barrier:
         self._late: tuple[int, bool] = -1, False
 
     def is_late(self, share: float) -> bool:
-        """Whether what this phase waits for comes late, drawn once for all of it."""
+        """Whether the loads of this phase come late; one draw decides for all of them."""
         if self._late[0] != self.phase:
             self._late = self.phase, _dice.random() < share
         return self._late[1]
@@ -187,14 +188,14 @@ class Memory:
 def _allocate(dtype: Any, shape: Sequence[int], layout: Any) -> Any:
     if layout is Barrier:
         return Barriers(Barrier() for _ in range(shape[0])) if len(shape) > 1 else Barrier()
-    # NaN in every type, two of them in a word of e4m3.
+    # Fresh memory is NaN in every type; a word of e4m3 holds two NaN.
     nans = {"int16": 0x7F7F, "uint8": 0x7F, "int32": -1}
     nan = nans.get(np.dtype(dtype).name, np.nan)
     return Memory(np.full(shape, nan, dtype))
 
 
 class Tile(Memory):
-    """A stage of rows."""
+    """One stage: a tile of rows."""
 
     def __init__(self, boxes: np.ndarray) -> None:
         halves, rows, columns = boxes.shape
@@ -207,7 +208,7 @@ class Tile(Memory):
 
 
 class Words(Memory):
-    """Stages of rows as words of two numbers."""
+    """Stages of rows, seen as words of two numbers."""
 
     def __init__(self, boxes: np.ndarray, shape: Sequence[int]) -> None:
         super().__init__(boxes)
@@ -228,7 +229,7 @@ class _Words(Memory):
 
 
 class Tiles(Memory):
-    """Stages of rows, whose runs and halves of a row each lie in boxes."""
+    """Stages of rows, where runs of a tile and halves of a row lie in boxes of their own."""
 
     def __init__(self, boxes: np.ndarray, shape: Sequence[int], is_e4m3: bool) -> None:
         super().__init__(boxes)
@@ -237,7 +238,7 @@ class Tiles(Memory):
     def index(self, i: Any) -> Memory:
         stages, rows, columns = self.shape
         boxes, width = self.array, self.array.shape[-1]
-        # There may be more of them, for something else.
+        # The allocation may have more boxes, for another purpose.
         used = stages * rows * (columns // (2 * width if self.is_e4m3 else width))
         tile = Tile(boxes.reshape(-1, width)[:used].reshape(stages, -1, rows, width)[int(i)])
         return Memory(_e4m3(tile.array)) if self.is_e4m3 else tile
@@ -289,7 +290,7 @@ def _async_load(rows: np.ndarray, place: Sequence[Any], full: Barrier, box: Memo
 
 
 def _gather(box: Memory, at: Pointer, mask: Any) -> None:
-    """Elements are read at once, and written when the thread that asked arrives behind them."""
+    """Load the elements at once; they are written when the asking thread arrives at a barrier."""
     if not hasattr(_here, "gathers"):
         _here.gathers = []
     _here.gathers.append((box, _load(at, mask)))
@@ -311,14 +312,14 @@ def _arrive_behind_gathers(full: Barrier, increment_count: bool) -> None:
 
 
 def _commit_group() -> None:
-    """What the thread has asked for since the group before; it may come as late as it is waited
-    for.
+    """Close a group of the loads that the thread has asked for; a late group comes when it is
+    waited for.
     """
     gathers, _here.gathers = _here.gathers, []
     if _dice.random() < _lag["share"]:
         _here.groups = [*getattr(_here, "groups", []), gathers]
         return
-    # None comes before those that it was asked for behind.
+    # Groups arrive in the order in which they were asked for.
     _wait_group(0)
     for box, found in gathers:
         box.store(found)
@@ -359,8 +360,9 @@ ASSEMBLY: dict[str, Callable[..., Any]] = {
     quads._QUADS.value: _runs_exchanged,
     packed.SPLIT_HALVES.value: _halves,
 }
-"""What inline assembly computes, by its text: of arrays, one or several. What several kernels use
-is here."""
+"""The functions that inline assembly computes, by its text, on one or several arrays.
+
+Assembly that several kernels use is here."""
 
 
 def _assembly(
@@ -418,12 +420,12 @@ _LAYOUTS = (
 
 
 def _runs(x: Any, length: int) -> np.ndarray:
-    """Numbers in runs of that length, ``[..., length]``."""
+    """Numbers in runs of ``length``: ``[..., length]``."""
     return np.asarray(x).reshape(-1, length)
 
 
 def _multiple_of(x: Any, divisor: int) -> Any:
-    # Of numbers that follow each other the first is meant.
+    # ``multiple_of`` is about the first number of each run of ``divisor`` numbers.
     assert (_runs(x, divisor)[:, 0] % divisor == 0).all()
     return x
 
@@ -477,7 +479,7 @@ _GLUON = types.SimpleNamespace(
     inline_asm_elementwise=_assembly,
     static_assert=_assert,
     static_range=range,
-    # What a kernel says of numbers is looked at.
+    # Check what a kernel tells the compiler about numbers.
     multiple_of=_multiple_of,
     max_contiguous=_contiguous,
     max_constancy=_constant,
@@ -529,7 +531,7 @@ def _function(kernel: Any, names: dict[str, Any]) -> Callable[..., Any]:
 
 
 class _Structure:
-    """A structure of a kernel: its fields are given by keyword, and stay."""
+    """A structure of a kernel; its fields are given by keyword and cannot change."""
 
     _fields: tuple[str, ...]
 
@@ -549,7 +551,7 @@ def _plain_class(aggregate: Any, names: dict[str, Any]) -> type:
 
 
 class Translation:
-    """Kernels as Python functions, with everything that they call."""
+    """Kernels as Python functions, together with everything that they call."""
 
     def __init__(self, **instead: Any) -> None:
         """
@@ -564,7 +566,7 @@ class Translation:
         return self._module(source.__module__)[source.__name__]
 
     def structure(self, aggregate: type) -> type:
-        """A structure's class, whose methods are Python functions."""
+        """The class of a structure, with its methods as Python functions."""
         return self._module(aggregate.__module__)[aggregate.__name__]
 
     def _module(self, module: str) -> dict[str, Any]:
@@ -630,7 +632,7 @@ def _described(rows: torch.Tensor, box: tuple[int, ...]) -> torch.Tensor:
 
 
 def run(call: KernelCall, programs: Sequence[int], translation: Translation) -> None:
-    """Run a launch whose descriptors are tensors, its programs in this order."""
+    """Run a launch whose descriptors are tensors, with its programs in this order."""
     function = translation.function(call.kernel)
     arguments = _arguments(call.arguments)
     for _here.program in programs:

@@ -52,9 +52,9 @@ LEANING: Final = {
     "The same ...": r"\AThe same\b",
     "As in ...": r"\AAs (in|of)\b|\b[Aa]s (in|of) :",
 }
-"""Docstrings and comments that a reader cannot understand without another: what is looked for. The
+"""Patterns of docstrings and comments that a reader cannot understand without another one. The
 last three are about how a text starts: "Of a step." has no subject, "The same for keys." has no
-verb, and "As in :func:`f`." sends the reader away."""
+verb, and "As in ``f``." sends the reader away."""
 
 
 @dataclass(frozen=True)

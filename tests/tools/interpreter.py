@@ -1,4 +1,4 @@
-"""Triton's interpreter without what it does over and over; what kernels compute stays the same."""
+"""Makes Triton's interpreter faster by skipping repeated work; kernels compute the same."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ import torch
 from builders.launch.call import KernelCall
 
 OPERATIONS = ("cache", "clear", "indexer", "latent_convert", "sparse_mla", "topk_transform")
-"""Modules of operations that a sparse layer goes through."""
+"""Modules of operations that a sparse layer uses."""
 _NARROW = ("int8", "int16", "int32", "uint8", "uint16", "uint32")
-"""Integers whose sums and products are looked at."""
+"""Integer types whose sums and products are checked for overflow."""
 
 
 @contextmanager
 def in_torch(*names: str) -> Iterator[None]:
-    """Operations of ``attn.ops``, all of a sparse layer's unless named, are done by the reference.
+    """Let the reference do operations of ``attn.ops``: the named ones, or all of a sparse layer.
 
-    For tests of what is around kernels: of those that have tests of their own the interpreter takes
-    most of the time.
+    This is for tests of the code around kernels. The kernels have tests of their own, and the
+    interpreter would take most of the time.
     """
     with ExitStack() as stack:
         for name in names or OPERATIONS:
@@ -39,7 +39,7 @@ def in_torch(*names: str) -> Iterator[None]:
 
 
 def make_quick() -> None:
-    """For all launches of this process, before the first one."""
+    """Make the interpreter quick for all launches of this process, before the first launch."""
     try:
         from triton.runtime import interpreter
     except ImportError:
@@ -55,8 +55,10 @@ def make_quick() -> None:
 
 @contextmanager
 def wrapping() -> Iterator[None]:
-    """Integers wrap as on a GPU: for kernels with lanes whose results nobody uses, and tests that
-    look at all others.
+    """Let integers wrap as on a GPU.
+
+    This is for kernels with lanes whose results nobody uses; the tests look at the results of all
+    other lanes.
     """
     from triton.runtime import interpreter
 
@@ -66,8 +68,10 @@ def wrapping() -> Iterator[None]:
 
 
 def _patch_once_per_launch(interpreter: Any) -> None:
-    """For a launch, Triton replaces the functions of its language and puts them back at the end; in
-    between, it looks for some to replace at every call of a device function, and finds none.
+    """Replace the functions of Triton's language once per launch.
+
+    For a launch Triton replaces them and puts them back at the end. In between, it looks for
+    functions to replace at every call of a device function, and finds none.
     """
     language, patch, scope = interpreter.tl, interpreter._patch_lang, interpreter._LangPatchScope
     places = (language, language.core, language.tensor, language.math)
@@ -102,7 +106,7 @@ def _patch_once_per_launch(interpreter: Any) -> None:
 
 
 def _look_up_types_once(interpreter: Any) -> None:
-    """Triton makes the whole table of them for every question."""
+    """Keep the table of types, which Triton makes anew for every question."""
     of_scalar = functools.cache(interpreter._get_np_dtype)
     language = interpreter.tl
 
@@ -115,7 +119,7 @@ def _look_up_types_once(interpreter: Any) -> None:
 
 
 def _look_up_shapes_once(interpreter: Any) -> None:
-    """There are few, and every result of every operation has one, wrapped number by number."""
+    """Keep wrapped shapes: there are few, and every result of every operation has one."""
     core = interpreter.tl.core
 
     @functools.cache
@@ -151,8 +155,9 @@ def _look_up_shapes_once(interpreter: Any) -> None:
 
 
 def _compare_shapes_quickly(interpreter: Any) -> None:
-    """Operands of equal types and shapes, which most are, need no conversion and no broadcast;
-    others' dimensions are compared as numbers, not as wrapped ones.
+    """Skip conversion and broadcast for operands of equal types and shapes, which most are.
+
+    Dimensions of other operands are compared as numbers, not as wrapped numbers.
     """
     language = interpreter.tl
     semantic = type(interpreter.interpreter_semantic)
@@ -201,7 +206,7 @@ def _compare_shapes_quickly(interpreter: Any) -> None:
 
 
 def _call_builtins_directly(interpreter: Any) -> None:
-    """Without the check that they are called from a kernel."""
+    """Call builtins without the check that they are called from a kernel."""
 
     def patch_attr(place: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
         function = getattr(member, "__wrapped__", member)
@@ -217,9 +222,7 @@ def _call_builtins_directly(interpreter: Any) -> None:
 
 
 def _multiply_in_single_precision(interpreter: Any) -> None:
-    """As float32 matrices, for which numpy has a library; halves to sum as float32 it multiplies
-    one by one.
-    """
+    """Multiply matrices as float32, for which numpy has a library, unlike for 16-bit floats."""
     builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
     multiply = builder.create_dot
 
@@ -270,8 +273,10 @@ def _look_for_overflows_quickly(interpreter: Any) -> None:
 
 
 def variant_of(call: KernelCall) -> tuple[Any, ...]:
-    """What Triton makes a variant of: constants, and of other arguments types, whether integers are
-    1 or multiples of 16 and pointers are, but where the kernel forbids it.
+    """The key of a compiled variant in Triton: constants, types, and facts about other arguments.
+
+    The facts are whether integers are 1 or multiples of 16, and whether pointers are aligned to 16,
+    unless the kernel forbids a variant for it.
     """
     kernel: Any = call.kernel
     constants = {

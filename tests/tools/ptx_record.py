@@ -42,7 +42,7 @@ ELSEWHERE: Final = ("3.7.1",)
 _DIGITS: Final = 16
 
 Hashes = tuple[str, str]
-"""Of the intermediate code and of the PTX; or the word ``error`` and what went wrong."""
+"""Hash of the intermediate code and of the PTX; or the word ``error`` and what went wrong."""
 Record = dict[str, dict[str, Hashes]]
 """Hashes by launch, by "version sm_target"."""
 

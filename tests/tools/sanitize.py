@@ -38,19 +38,19 @@ from typing import Any, Final
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 SOURCES: Final = (ROOT / "attn/kernels", ROOT / "builders", ROOT / "tests/tools")
-"""Where a file is looked for by its name, in all folders below."""
+"""Folders, with all folders below, where a source file is looked for by its name."""
 SETS: Final = {"plan": 1, "kinds": 3, "decode": 3, "prefill": 5}
 """Sets of launches, and their weights among the processes."""
 OWN_MEMORY: Final = ("plan", "kinds")
 """Sets whose tensors memcheck sees each by itself: torch does not cut them out of larger pieces.
 The others capture graphs, which such memory does not allow."""
 CONTROLS: Final = {"the arriving thread's": False, "another thread's": False, "a race": True}
-"""Controls, and whether racecheck has to find something that is not explained."""
+"""Controls, and whether racecheck has to find an unexplained race in each."""
 PREFIX: Final = "========= "
 UNKNOWN: Final = "unknown"
-"""Of a run whose commit nobody said."""
+"""Commit of a run that was not told its commit."""
 GRACE: Final = 150.0
-"""Seconds to begin in, and for launches that have begun to end."""
+"""Seconds for a process to begin, and for launches that have begun to end."""
 
 EXPLAINED: Final = {
     (
@@ -61,7 +61,7 @@ EXPLAINED: Final = {
     "behind a partition's barrier and one arrival",
     ("exchanges.py:give", "exchanges.py:take"): "a control: behind a barrier and one arrival",
 }
-"""Functions that write and read, of exchanges that racecheck reports although they are ordered."""
+"""Functions that write and read in exchanges that racecheck reports although they are ordered."""
 DISPATCH: Final = "which partition a warp runs: Triton's own words, between barriers of all threads"
 
 
@@ -73,19 +73,19 @@ class Place:
     """An access of a kernel."""
 
     kind: str
-    """Read or Write."""
+    """``Read`` or ``Write``."""
     kernel: str
     file: str
     line: int
 
     @property
     def function(self) -> str:
-        """The file and the innermost function around it."""
+        """The file, and the innermost function around the line."""
         return f"{self.file}:{function_at(self.file, self.line, self.kernel)}"
 
     @property
     def is_dispatch(self) -> bool:
-        """A line to which Triton ascribes what it makes of ``warp_specialize`` itself."""
+        """Whether Triton ascribes its own code for ``warp_specialize`` to this line."""
         return self.line in dispatch_lines(self.file, self.kernel)
 
 
@@ -98,13 +98,13 @@ class Race:
 
     @property
     def what(self) -> str:
-        """In words, without addresses."""
+        """The race in words, without addresses."""
         kind = "writes" if self.other.kind == "Write" else "reads"
         return f"{self.writer.kernel}: {self.writer.function} writes, {self.other.function} {kind}"
 
     @property
     def reason(self) -> str:
-        """Why it is ordered; empty where that is not known."""
+        """Why the accesses are ordered; empty where that is not known."""
         if self.writer.kind != "Write" or self.other.kind != "Read":
             return ""
         if self.writer.kernel != self.other.kernel:
@@ -118,9 +118,9 @@ _PLACE: Final = re.compile(r"(Read|Write) access at (\w+)\+0x[0-9a-f]+ in ([\w.]
 
 
 def reports(log: str) -> list[list[Race]]:
-    """Of a log in racecheck's analysis mode: each report's first access with every other of it.
+    """The reports in a log of racecheck's analysis mode: the first access with each other access.
 
-    One of which a line is not understood is empty: it is counted, and not explained.
+    A report with a line that is not understood is empty: it is counted, and never explained.
     """
     found_reports: list[list[Race]] = []
     first: Place | None = None
@@ -151,7 +151,7 @@ def reports(log: str) -> list[list[Race]]:
 
 
 def complaints(log: str) -> int | None:
-    """Errors that a tool counted; None where it ended without saying so."""
+    """Number of errors that a tool counted; None if it ended without saying so."""
     said = r"SUMMARY: (\d+) (?:errors?|hazards? displayed)"
     found = re.findall(said, log)
     return sum(map(int, found)) if found else None
@@ -159,8 +159,9 @@ def complaints(log: str) -> int | None:
 
 @cache
 def source_of(file: str, kernel: str) -> ast.Module | None:
-    """A source file by its name; of several the one in the folder that defines the kernel. Folders
-    of Hopper kernels are for these alone.
+    """A source file by its name; of several files, the file in the folder that defines the kernel.
+
+    Folders of Hopper kernels are for these kernels alone.
     """
     is_hopper = kernel.startswith("hopper_")
     paths = [path for folder in SOURCES for path in sorted(folder.rglob(file))]
@@ -170,7 +171,7 @@ def source_of(file: str, kernel: str) -> ast.Module | None:
 
 
 def _defines(folder: Path, kernel: str) -> bool:
-    """A file of the folder has a function of that name."""
+    """Whether a file of the folder has a function of that name."""
     return any(f"def {kernel}(" in path.read_text() for path in folder.glob("*.py"))
 
 
@@ -195,8 +196,9 @@ def function_at(file: str, line: int, kernel: str = "") -> str:
 
 @cache
 def dispatch_lines(file: str, kernel: str) -> frozenset[int]:
-    """Of a kernel its own line, and those of its calls of ``warp_specialize``, or of an ``if`` that
-    decides which; none where it has no such call.
+    """Lines where a kernel divides its warps: its own line and its calls of ``warp_specialize``.
+
+    An ``if`` that decides between such calls counts too. A kernel without such a call has none.
     """
     source = source_of(file, kernel)
     lines: set[int] = set()
@@ -306,7 +308,7 @@ def run_share(which: str, share: int, shares: int, seconds: float) -> None:
 
     end = time.monotonic() + seconds
     jobs = list(JOBS[which]())
-    # Neighbours are of one kind: what is reached should be of every kind.
+    # Neighbouring launches are alike; a process that runs out of time should have run every kind.
     random.Random(share).shuffle(own := jobs[share::shares])
     for name, job in own:
         if time.monotonic() > end:
@@ -326,7 +328,7 @@ def run_share(which: str, share: int, shares: int, seconds: float) -> None:
 
 @dataclass
 class Outcome:
-    """Of a tool over a set."""
+    """What a tool found in a set of cases."""
 
     tool: str
     which: str
@@ -334,13 +336,13 @@ class Outcome:
     of: int = 0
     failed: tuple[str, ...] = ()
     errors: int = 0
-    """That the tool counted; with racecheck those without an explanation."""
+    """Errors that the tool counted; with racecheck, the errors without an explanation."""
     found: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Races and their reasons."""
 
     @property
     def is_as_it_should(self) -> bool:
-        """Nothing is wrong; of a control, that it was seen."""
+        """Whether nothing is wrong; for a control, whether its race was found."""
         wanted = CONTROLS.get(self.which.removeprefix(CONTROL), False)
         return self.done > 0 and not self.failed and (self.errors > 0) == wanted
 
@@ -353,11 +355,11 @@ class Share:
     """What a process left behind."""
 
     said: str
-    """By the launches."""
+    """Output of the launches."""
     log: str
-    """By the tool."""
+    """Output of the tool."""
     status: int | None = 0
-    """Of its exit; None where it had to be ended."""
+    """Exit status; None if the process had to be ended."""
 
 
 def outcome_of(tool: str, which: str, shares: Iterable[Share]) -> Outcome:

@@ -1,4 +1,4 @@
-"""Machine code of sm_90, read for what a compiler may not do."""
+"""Reads machine code of sm_90, and finds what a compiler must not do."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 _INSTRUCTION = re.compile(r"\s+/\*([0-9a-f]{4,5})\*/\s+(.*?);")
 _UNIFORM = re.compile(r"\bUR(\d+)\b")
 _PREDICATE = re.compile(r"U?P(T|\d)")
-# Names in U that write no uniform register, and others that do.
+# Opcodes in U that write no uniform register, and other opcodes that do.
 _NO_TARGET = {"USETMAXREG", "UTMALDG", "UTMASTG", "UTMAPF", "UBLKCP", "UTMACMDFLUSH", "UCGABAR"}
 _TARGET = {"R2UR", "S2UR", "VOTEU", "ELECT", "REDUX"}
 _INDIRECT = -1
-# What writes no register, or none that a thread may not touch meanwhile.
+# Opcodes that write no register, or no register that a thread may not touch meanwhile.
 _NO_RESULT = {
     *("ST", "STG", "STS", "STL", "STSM", "RED", "BAR", "BRA", "BRX", "CALL", "RET", "EXIT", "NOP"),
     *("WARPSYNC", "WARPGROUP", "HGMMA", "MEMBAR", "FENCE", "SYNCS", "CCTL", "ERRBAR", "BSSY"),
@@ -24,7 +24,8 @@ _WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x([0-9a-f]+)")
 _MOST_GROUPS = 8
 
 _Groups = tuple[frozenset[int], ...]
-"""Registers that groups of products under way read, from the first; the last is not closed yet."""
+"""Registers that groups of running products read, oldest group first; the last group is still
+open."""
 
 
 @dataclass
@@ -37,7 +38,7 @@ class _Instruction:
     """It moves a register, which may be one of a group that nobody looks at: what was not written
     is not written in the copy either, and to move it is no use of it."""
     before: int | None = None
-    """Bits of the registers that every path to here has written; None until one is known."""
+    """Bits of the registers that every path to here has written; None until one path is known."""
 
     @property
     def after(self) -> int:
@@ -62,7 +63,7 @@ def undefined_reads(sass: str) -> list[str]:
         return []
     code[0].before = 0
     _spread(code, [0])
-    # Of an indirect branch the targets are not said: they are what nothing else leads to.
+    # The text does not name the targets of an indirect branch: they are what nothing else leads to.
     jumps = [one for one in code if _INDIRECT in one.next and one.before is not None]
     for i, one in enumerate(code):
         if one.before is None and jumps and not one.text.startswith(("NOP", "BRA")):
@@ -77,7 +78,7 @@ def _misses(one: _Instruction, known: int) -> bool:
 
 
 def _spread(code: list[_Instruction], work: list[int]) -> None:
-    """What is written on every path, from these on."""
+    """Follow all paths from these instructions, and note the registers written on every path."""
     while work:
         one = code[work.pop()]
         for i in one.next:
@@ -120,7 +121,7 @@ def _one(i: int, text: str, place: dict[int, int]) -> _Instruction:
 
 
 def _span(part: str, place: int) -> range:
-    """Registers of an operand, from the one that it names."""
+    """The registers of an operand, starting at the register that it names."""
     if "gdesc" in part:
         # Descriptors of both operands of a product; of one only where the left is in registers.
         return range(0 if place == 1 else 2, 4)
@@ -134,7 +135,7 @@ def _next(
         return [i + 1] if predicated else []
     if base in ("BRX", "BRXU"):
         return [_INDIRECT]
-    # Of a call both are said: where it goes, and where it comes back to, with all that it had.
+    # A call has two successors: where it goes, and where it comes back to, with all that it had.
     if base not in ("BRA", "CALL"):
         return [i + 1] if i + 1 < len(place) else []
     target = place.get(int(operands[-1], 16)) if operands[-1].startswith("0x") else None

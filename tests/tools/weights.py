@@ -22,7 +22,7 @@ HEAVIEST: Final = (
     "tests/latent/test_mla_decode.py",
     "tests/dense/test_tile_borders.py",
 )
-"""Files that take half a minute or more, the longest first; all others follow by name."""
+"""Files that take half a minute or more, the longest first; all other files follow by name."""
 
 
 def place_of(path: str) -> int:

@@ -73,7 +73,7 @@ def any_of(*mutations: Mutation) -> Mutation:
 
 
 def moved(values: torch.Tensor) -> torch.Tensor:
-    """The first page in place of the last that is listed: zeros are behind it."""
+    """List the first page again in place of the last listed page; zeros follow it."""
     values = values.clone()
     values[int(values.nonzero()[-1])] = int(values[0])
     return values
@@ -87,21 +87,21 @@ def added(amount: int) -> Callable[[Any], Any]:
 
 
 def shorter(values: torch.Tensor) -> torch.Tensor:
-    """The last request one shorter, where it can be."""
+    """Make the last request one key shorter, or one key longer if it has a single key."""
     values = values.clone()
     values[-1] = values[-1] - 1 if values[-1] > 1 else values[-1] + 1
     return values
 
 
 def uncached(called: str, given: dict[str, Any]) -> None:
-    """A length of the plan, said in both ways."""
+    """Change a length of the plan, in both arguments that give it."""
     for name in ("last_page_len", "paged_kv_last_page_len", "seq_lens"):
         if called == "plan" and name in given:
             given[name] = shorter(given[name])
 
 
 def shift_rows(called: str, given: dict[str, Any]) -> None:
-    """A token of the first request becomes the second's."""
+    """Give a token of the first request to the second."""
     starts = given.get("qo_indptr")
     if called == "plan" and starts is not None and len(starts) > 2:
         starts = starts.clone()

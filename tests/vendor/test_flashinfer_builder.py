@@ -1,4 +1,4 @@
-"""What FLASHINFER plans: kernels, page lists, graphs; what it refuses; what it never waits for."""
+"""FLASHINFER's plans: kernels, page lists, graphs, refusals, and no wait for the device."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_a_batch_of_several_lengths_is_not_captured() -> None:
         builder_of().build_for_cudagraph_capture(batch_of([1, 2], [3, 3]))
 
 
-# -- What is never waited for.
+# -- Values that the host never waits for.
 
 
 @pytest.mark.parametrize("spec", [SPEC, WINDOW], ids=["full", "window"])
@@ -369,7 +369,7 @@ def test_a_layer_that_is_not_served_is_refused(
 def step_of(
     impl: FlashInferImpl, spec: Any = SPEC, dtype: torch.dtype = torch.float16, **settings: Any
 ) -> Any:
-    """A forward over a small cache, as a function of what is changed."""
+    """A forward over a small cache, as a function of changed arguments."""
     record = builder_of(spec, **settings).build(0, batch_of([1, 4], [20, 30]))
     cache = spec.layout().allocate(num_blocks=8).zero_()
     tensors = {
@@ -401,7 +401,7 @@ def test_a_step_planned_for_another_layer_is_refused(layer: dict[str, Any], mess
 
 def test_a_step_with_the_layers_soft_cap_is_run() -> None:
     output = step_of(impl_of(logits_soft_cap=30.0), logits_soft_cap=30.0)()
-    # Queries of zeros weigh every key alike, whatever the cap; a cache of zeros gives zeros.
+    # Queries of zeros weigh every key alike, whatever the soft cap; a cache of zeros gives zeros.
     assert output.shape == (5, 8, 64)
     assert not output.any()
 

@@ -1,4 +1,4 @@
-"""A FlashInfer that is missing, broken or of another version takes FLASHINFER away, not more."""
+"""A missing, broken or other FlashInfer makes FLASHINFER unavailable, and nothing else."""
 
 from __future__ import annotations
 

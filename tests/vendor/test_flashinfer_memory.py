@@ -1,4 +1,4 @@
-"""Pinned memory of plans: none that a queued copy reads is given to the next plan."""
+"""Pinned memory of plans: memory that a queued copy still reads is not given to the next plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from builders.vendor.flashinfer_parts.pinned import MEMORY, PlanMemory
 
 
 class Event:
-    """Of a GPU that is as far as ``done`` says."""
+    """A CUDA event of a GPU that has come as far as ``done`` says."""
 
     made: list[Event]
 

@@ -38,7 +38,7 @@ def has_prefills(case: LatentCase) -> bool:
 
 
 def runnable_cases() -> list[LatentCase]:
-    """Prefill is by Triton's kernels, which the interpreter runs in fp16, and slowly."""
+    """Triton's kernels prefill, which the interpreter runs in fp16 only, and slowly."""
     kept = []
     for case in cases_for(BACKEND):
         assert isinstance(case, LatentCase)
@@ -73,7 +73,7 @@ def test_the_recorded_signatures_are_the_installed_ones() -> None:
 # -- Heads that do not fill a tile.
 
 EDGE = BatchSpec("edge_of_a_tile", (6, 6, 6, 6), (65, 130, 68, 69), num_speculative_tokens=5)
-"""Verifies whose tokens' last keys begin tiles of keys."""
+"""Verifies in which the last keys of tokens begin tiles of keys."""
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -93,7 +93,7 @@ def test_no_key_is_dropped_whatever_the_heads(
 
 
 def test_padding_does_not_shrink_the_tile_below_a_token_s_heads() -> None:
-    """The kernel's tile follows the average of tokens over requests."""
+    """The kernel's tile follows the average number of tokens of a request."""
     with_padding = BatchSpec(
         "mostly_padding",
         (2, *[0] * 7),
@@ -158,7 +158,7 @@ def change(method: str, argument: str, with_: Callable[[Any], Any]) -> Mutation:
 
 
 def moved(values: torch.Tensor) -> torch.Tensor:
-    """The first page in place of the last."""
+    """Read the first page in place of the last."""
     values = values.clone()
     values[-1] = values[0]
     return values
@@ -171,14 +171,14 @@ def shorter(values: torch.Tensor) -> torch.Tensor:
 
 
 def other_rows(starts: torch.Tensor) -> torch.Tensor:
-    """A token of the first request becomes the second's."""
+    """Give a token of the first request to the second."""
     starts = starts.clone()
     starts[1] -= 1
     return starts
 
 
 def swapped(called: str, given: dict[str, Any]) -> None:
-    """Rotary queries of another head."""
+    """Take the rotary queries of another head."""
     if called != "run":
         return
     if "query" in given:
@@ -189,7 +189,7 @@ def swapped(called: str, given: dict[str, Any]) -> None:
 
 
 def other_cache(called: str, given: dict[str, Any]) -> None:
-    """Latents of the page before."""
+    """Read the latents of the previous page."""
     if called != "run":
         return
     if "kv_cache" in given:

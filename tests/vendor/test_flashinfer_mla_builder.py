@@ -1,4 +1,4 @@
-"""FLASHINFER_MLA's builder: nothing is read back, what it refuses, what the selector says."""
+"""FLASHINFER_MLA's builder: it reads nothing back; its refusals; the selector's verdicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is compiled ahead is what the calls of the GPU tests ask for."""
+"""The modules compiled ahead are the modules that the GPU tests' calls ask for."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 
 
 def asked_for(case: Case, version: str) -> set[str]:
-    """Modules by what the conformance suite really calls."""
+    """Modules that the conformance suite's calls ask for."""
     found: set[str] = set()
 
     def look(kernel: str, given: dict[str, Any]) -> None:
@@ -82,7 +82,7 @@ def test_modules_are_those_that_the_suite_calls(version: str, name: str, feature
 
 @pytest.fixture
 def fa2_maker() -> Iterator[Callable[[], tuple[str, str]]]:
-    """Asked anew, and forgotten."""
+    """The choice is made anew, and forgotten afterwards."""
     flashinfer_jit.fa2_maker.cache_clear()
     yield flashinfer_jit.fa2_maker
     flashinfer_jit.fa2_maker.cache_clear()
@@ -167,7 +167,7 @@ def test_modules_have_names_that_patterns_choose_from(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     every = flashinfer_modules.groups
-    # A few cases of each: all of them take a minute.
+    # A few cases of each group: all cases take a minute.
     few = [(name, backend, cases[:15]) for name, backend, cases in every()]
     monkeypatch.setattr(flashinfer_modules, "groups", lambda: iter(few))
     modules = all_modules(OLD)

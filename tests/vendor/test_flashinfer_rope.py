@@ -1,5 +1,6 @@
-"""FlashInfer's rotation and quantisation: its call binds to both versions, its bits are ours up to
-ties, and every argument matters.
+"""FlashInfer's rotation and quantisation.
+
+Its call binds to both versions, its bits are ours up to ties, and every argument matters.
 """
 
 from __future__ import annotations
@@ -174,7 +175,7 @@ def test_the_impl_rotates_by_it_where_that_is_asked(version: str) -> None:
     assert seen[0]["quant_scale_q"] == pytest.approx(1 / 0.25)
     assert seen[0]["quant_scale_kv"] == pytest.approx(1 / 0.037)
     for one, other in zip(*found, strict=True):
-        # A step of e4m3 at most, where a reciprocal decides a tie; and few of them.
+        # Values differ by one step of e4m3 at most, where a reciprocal decides a tie; few differ.
         step = one.abs() / 8 + 2**-9
         assert bool(((one - other).abs() <= step).all())
         assert int((one != other).sum()) <= one.numel() // 100
@@ -206,7 +207,7 @@ def test_a_flashinfer_without_the_function_is_incomplete(monkeypatch: pytest.Mon
         flashinfer_rope.load_rope()
 
 
-# -- Mutations, and what it does not take.
+# -- Mutations, and refusals.
 
 Change = Callable[[Any], Any]
 MUTATIONS: dict[str, Change] = {

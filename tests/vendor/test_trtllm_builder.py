@@ -1,4 +1,4 @@
-"""What TRTLLM_MHA's records hold, which kernel takes what, and what is refused."""
+"""TRTLLM_MHA's records: their contents, which kernel takes which requests, and refusals."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def batch_of(query_lens: list[int], seq_lens: list[int], page: int = P) -> Commo
     return CommonAttentionMetadata.from_lengths(query_lens, seq_lens, table, page)
 
 
-# -- Which kernel takes which phase where.
+# -- The kernel of each phase on each device.
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,7 @@ def test_old_versions_send_verifies_that_xqa_gets_wrong_to_the_prefill_kernel() 
         assert (record.prefill is None) == by_xqa
 
 
-# -- What a call is given.
+# -- Arguments of the calls.
 
 
 @pytest.mark.parametrize("length", [1, 2, 16, 17, 32, 33, 40])
@@ -360,7 +360,7 @@ def test_verifies_of_different_lengths_are_one_call_where_the_version_has_it(
     assert record.prefill is None
     assert [one["kernel"] for one in seen] == ["ragged_xqa"]
     live = [length for length in lens if length]
-    # One kernel is compiled for all of them.
+    # One kernel is compiled for all these batches.
     assert seen[0]["q_len_per_req"] == 4
     assert seen[0]["q_cu_seq_lens"].tolist() == [sum(live[:row]) for row in range(len(live) + 1)]
     assert seen[0]["mask"].shape == (sum(lens), 2)
@@ -397,7 +397,7 @@ def test_tables_are_of_the_whole_model_and_of_int32(page: int) -> None:
         )
     for part, reqs in ((record.decode, 2), (record.prefill, 1)):
         assert part is not None
-        # The same bytes, as XQA reads them.
+        # XQA reads lengths as unsigned numbers of the same bytes.
         wanted = torch.uint32 if part.rule.kernel is VendorKernel.XQA else torch.int32
         assert (part.pages.dtype, part.kv_lens.dtype) == (torch.int32, wanted)
         assert part.pages.shape == (reqs, 512 // page)
@@ -411,7 +411,7 @@ def test_window_tables_hold_the_visible_pages_alone() -> None:
     decode, prefill = record.decode, record.prefill
     assert decode is not None
     assert prefill is not None
-    # 20 keys are in at most 3 pages; the last of 400 end a page.
+    # 20 keys lie in at most 3 pages; the last of 400 keys ends a page.
     assert decode.pages.shape == (1, 3)
     assert decode.kv_lens.tolist() == [32]
     assert decode.pages[0, :2].tolist() == [24, 25]
@@ -560,7 +560,7 @@ def test_dtypes_are_checked_when_weights_are_there() -> None:
 
 
 def attend(impl: TrtllmMhaImpl, spec: Any, lens: tuple[list[int], list[int]], **given: Any) -> Any:
-    """One forward over a cache of zeros."""
+    """Run one forward over a cache of zeros."""
     batch = batch_of(*lens)
     builder = builder_of(spec)
     packing = given.pop("packing", KVPacking.SPLIT)
@@ -605,7 +605,7 @@ def test_an_fp8_query_needs_its_scale() -> None:
     per_head = LayerScales(torch.ones(8), torch.ones(()), torch.ones(()))
     with emulated(B200), pytest.raises(ValueError, match="_q_scale must be a float32 scalar"):
         attend(impl, FP8, ([1], [9]), layer=per_head)
-    # XQA's query keeps the model's type.
+    # For XQA the query keeps the model's type.
     with emulated(H200, NEW):
         attend(impl_of(kv_cache_dtype="fp8"), FP8, ([1], [9]), layer=NoScale())
 
@@ -685,7 +685,7 @@ def test_a_window_beside_full_pages_is_refused_where_xqa_misplaces_it() -> None:
 
 
 def same_calls(one: Any, other: Any) -> bool:
-    """Two records give their decode kernel the same."""
+    """Check that two records give their decode kernel the same arguments."""
     parts = one.decode, other.decode
     return all(
         torch.equal(getattr(parts[0], name), getattr(parts[1], name))
@@ -694,7 +694,7 @@ def same_calls(one: Any, other: Any) -> bool:
 
 
 DRAFTED = ([3, 1, 0, 2], [40, 510, 0, 33])
-"""One request is at the end of the model's length after two steps; one is padding."""
+"""After two steps one request is at the model's maximum length; one request is padding."""
 
 
 def drafted_batch() -> CommonAttentionMetadata:
@@ -753,14 +753,14 @@ def test_a_draft_record_is_brought_up_to_date_from_its_own_tensors() -> None:
     assert record.keyless.flatten().tolist() == [False, True]
 
 
-# -- Window layers with a pool of their own.
+# -- Window layers with a block pool of their own.
 
 
 def test_a_pool_of_its_own_gives_tables_and_slots_of_that_pool() -> None:
     batch = batch_of([1, 1, 30], [100, 47, 30])
-    # A permutation that leaves 0, which is no block, where it is.
+    # A permutation of blocks that keeps 0 in place, which is no block.
     block_map = (torch.arange(64) * 37 % 64).int()
-    # The engine has given up what lies before the window.
+    # The engine has released the blocks before the window.
     gone = batch.block_table_tensor[0, :4].long()
     pool = block_map.clone()
     pool[gone] = 0
@@ -779,19 +779,19 @@ def test_a_pool_of_its_own_gives_tables_and_slots_of_that_pool() -> None:
         assert expected.prefill is not None
         assert torch.equal(record.prefill.pages, expected.prefill.pages)
         address = record.slot_mapping.data_ptr()
-        # Blocks move between steps; a graph finds the slots where they were.
+        # Blocks move between steps; a graph finds the slots at the same addresses.
         pool.copy_(pool.roll(1))
         assert own.build(0, batch).slot_mapping.data_ptr() == address
         other = own.update_block_table(record, batch.block_table_tensor, batch.slot_mapping)
         assert torch.equal(other.slot_mapping, own.build(0, batch).slot_mapping)
         block = int(batch.block_table_tensor[0, 100 // P])
-        # Not 0, where there is none.
+        # The block must not be 0, which would be none.
         pool[block] = 5
         steps = own.build_draft_steps(batch, 1)
     assert steps[0].slot_mapping[0] == 5 * P + 100 % P
 
 
-# -- What is known of a device.
+# -- Facts about a device.
 
 
 def test_the_capability_is_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -857,7 +857,7 @@ def test_sinks_are_found_where_a_program_has_whole_tokens(
     group: int, most: int, right: int
 ) -> None:
     assert most_tokens_with_sinks(group, most) == right
-    # Of every row that is counted on, by its place in a program of 32.
+    # Check every row that the limit counts on, by its place in a program of 32 rows.
     for row in range(right * group):
         program = 0 if right * group <= 32 else row // 32
         assert (row - 32 * program) % group == row % group

@@ -18,7 +18,7 @@ from tests.emulators.trtllm_emulator import NEW, OLD, emulated
 
 
 class OnBlackwell(TrtllmMhaBackend):
-    """Where every kernel returns the log-sum-exp."""
+    """The backend on Blackwell, where every kernel returns the LSE."""
 
     capabilities: ClassVar[BackendCapabilities] = TrtllmMhaBackend.capabilities.replace(lse=True)
 

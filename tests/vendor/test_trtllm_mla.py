@@ -1,5 +1,7 @@
-"""TRTLLM_MLA on a machine without a GPU: conformance over emulated calls, and by TRITON_MLA's
-kernel under the interpreter; every argument of the calls matters.
+"""TRTLLM_MLA on a machine without a GPU.
+
+Conformance runs over emulated calls, and by TRITON_MLA's kernel under the interpreter. Every
+argument of the calls matters.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ CPU = torch.device("cpu")
 
 
 def runnable_cases() -> list[LatentCase]:
-    """Latents are expanded by a kernel that the interpreter runs slowly."""
+    """A kernel that the interpreter runs slowly expands latents."""
     kept = []
     for place, case in enumerate(cases_for(BACKEND)):
         assert isinstance(case, LatentCase)
@@ -110,12 +112,12 @@ def test_triton_s_kernel_gives_the_same_flow(
     monkeypatch.setattr("attn.testing.conformance.LatentTrial", ByTriton)
     findings = run_case(BACKEND, replace(case, block_size=32)).findings
     if case.batch.name == "ragged_verify":
-        # There numpy sums products in an order that depends on a row's place among others.
+        # The interpreter's numpy sums products in an order that depends on a row's place.
         findings.pop("same_bits", None)
     assert findings == {}
 
 
-# -- A query that came quantised with the cache's rows.
+# -- A query that was quantised together with the cache's rows.
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -129,7 +131,7 @@ def test_a_fused_rotation_gives_what_its_steps_give(batch: str, version: str) ->
         nope, rope = query[..., :512], query[..., 512:]
         expected, expected_lse = trial.impl.forward_mqa(query, wanted, record, trial.layer)
         kv_c, k_pe = trial._parts(trial.inputs.key)
-        # At position 0 nothing turns.
+        # Position 0 rotates nothing.
         table = torch.cat([torch.ones(1, 32), torch.zeros(1, 32)], -1)
         positions, cache = torch.zeros(len(query), dtype=torch.int64), trial.cache()
         q_out = torch.zeros(query.shape).to(torch.float8_e4m3fn)
@@ -157,7 +159,7 @@ def test_triton_s_kernel_takes_a_fused_rotation_s_queries(batch: str) -> None:
     query = trial._absorbed(trial.inputs.query)
     nope, rope = query[..., :64], query[..., 64:]
     kv_c, k_pe = trial._parts(trial.inputs.key)
-    # At position 0 nothing turns.
+    # Position 0 rotates nothing.
     table = torch.cat([torch.ones(1, 16), torch.zeros(1, 16)], -1)
     positions = torch.zeros(len(query), dtype=torch.int64)
     q_out = torch.zeros(query.shape).to(torch.float8_e4m3fn)
@@ -258,7 +260,7 @@ Change = Callable[[dict[str, Any]], None]
 
 
 def put(argument: str, with_: Callable[[Any], Any]) -> Change:
-    """Another value of one argument."""
+    """Put another value for one argument."""
 
     def change(given: dict[str, Any]) -> None:
         if given.get(argument) is not None:

@@ -1,5 +1,7 @@
-"""TRTLLM_MLA's prefill in e4m3, over emulated calls: conformance with scales on both sides of 1,
-every argument matters, and what cannot be served is refused.
+"""TRTLLM_MLA's prefill in e4m3, over emulated calls.
+
+Conformance holds with scales on both sides of 1, every argument matters, and unsupported requests
+are refused.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ FULL = replace(PREFILL, batch=BATCHES["full_prefill"])
 
 
 class InFp8(LatentTrial):
-    """A scale below 1 is of the cache's rows alone."""
+    """A trial of e4m3 prefill; a scale below 1 applies to the cache's rows alone."""
 
     fp8_mla_prefill = True
 
@@ -73,7 +75,7 @@ def test_what_is_stored_and_what_multiplies_it(trial: type[LatentTrial], version
         record = own.build(own.builder())
         own.attend(record, own.inputs, own.cache())
     assert record.ragged.dtype == E4M3
-    # New tokens among themselves, then over their context.
+    # New tokens attend one another, then their context.
     assert [call["is_causal"] for call in given] == [True] + [False] * (len(given) - 1)
     assert len(given) > 1
     scale = max(own.fp8_k_scale, 1.0)
@@ -167,6 +169,6 @@ def test_what_is_not_served_is_refused(
         make = BACKEND.get_builder_cls()
         with pytest.raises(ValueError, match=message):
             make(spec, ["layers.0"], own.config.replace(**settings), CPU)
-        # Not asked for, the model's type it is.
+        # Without being asked, prefill is in the model's type.
         plain = LatentTrial(BACKEND, FULL, CPU)
         assert plain.build(plain.builder()).ragged.dtype == BF16

@@ -29,7 +29,7 @@ Change = Callable[[dict[str, Any]], None]
 
 
 def put(argument: str, with_: Callable[[Any], Any]) -> Change:
-    """Another value of one argument."""
+    """Put another value for one argument."""
 
     def change(given: dict[str, Any]) -> None:
         if given.get(argument) is not None:
@@ -56,7 +56,7 @@ def case_of(kernel: str, name: str) -> Case:
 
 
 def first_page_again(tables: torch.Tensor) -> torch.Tensor:
-    """The first page of each request in place of its second."""
+    """List the first page of each request again in place of its second."""
     tables = tables.clone()
     tables[:, 1] = tables[:, 0]
     return tables
@@ -67,20 +67,20 @@ def outside(tables: torch.Tensor) -> torch.Tensor:
 
 
 def strided(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values in rows that are further apart."""
+    """The values of ``tensor`` in rows that are further apart."""
     wide = torch.cat([tensor, tensor], 1)
     return wide[:, : tensor.shape[1]]
 
 
 def shorter(lens: torch.Tensor) -> torch.Tensor:
-    """The last request one key shorter, where it has two."""
+    """Make the last request one key shorter, if it has two."""
     values = lens.view(torch.int32).clone()
     values[-1] -= (values[-1] > 1).int()
     return values.view(lens.dtype)
 
 
 def one_key_less(given: dict[str, Any]) -> None:
-    """The last length, in each of the ways that it is said."""
+    """Make the last length one less, in each argument that gives it."""
     given["seq_lens"] = shorter(given["seq_lens"])
     if "cum_seq_lens_kv" in given:
         starts = given["cum_seq_lens_kv"].clone()
@@ -89,14 +89,14 @@ def one_key_less(given: dict[str, Any]) -> None:
 
 
 def other_rows(given: dict[str, Any]) -> None:
-    """A token of the first request becomes the second's."""
+    """Give a token of the first request to the second."""
     starts = given["cum_seq_lens_q"].clone()
     starts[1] -= 1
     given["cum_seq_lens_q"] = starts
 
 
 def one_row_earlier(starts: torch.Tensor) -> torch.Tensor:
-    """The last request begins a token earlier."""
+    """Let the last request begin one token earlier."""
     starts = starts.clone()
     starts[-2] -= 1
     return starts
@@ -108,7 +108,7 @@ def dirty(workspace: torch.Tensor) -> torch.Tensor:
 
 
 def swapped(given: dict[str, Any]) -> None:
-    """Values where keys are expected."""
+    """Put values where keys are expected."""
     if "qkv" in given:
         query, stacked = given["qkv"]
         given["qkv"] = query, stacked.flip(1).contiguous()
@@ -135,7 +135,7 @@ def strided_query(given: dict[str, Any]) -> None:
 
 
 def other_query(given: dict[str, Any]) -> None:
-    """The query in another type."""
+    """Give the query in another type."""
     if "qkv" in given:
         query, stacked = given["qkv"]
         given["qkv"] = query.half(), stacked
@@ -220,7 +220,11 @@ MUTATIONS = [
 
 
 def versions_of(kernel: str, case: str) -> tuple[str, ...]:
-    """0.6 prefills no fp8 on Hopper, so that its builder is refused, nor verifies ragged rows."""
+    """Versions of FlashInfer that can run a mutation.
+
+    0.6 prefills no fp8 on Hopper, so that its builder is refused; it verifies no ragged batch
+    either.
+    """
     only_new = kernel == "ragged_xqa" or (case == "fp8" and DEVICES[kernel] == "h200")
     return (NEW,) if only_new else (OLD, NEW)
 

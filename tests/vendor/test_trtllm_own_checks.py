@@ -1,5 +1,6 @@
-"""The installed FlashInfer's own functions, down to where they launch: their checks of what they
-are given pass for every call of TRTLLM_MHA, and kernels get the tensors that were prepared.
+"""The installed FlashInfer's own functions, down to where they launch.
+
+Their checks of arguments pass for every call of TRTLLM_MHA, and kernels get the prepared tensors.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from specs.layouts import KVPacking
 from tests.emulators.flashinfer_signatures import installed_version
 
 H200, B200 = KNOWN_DEVICES["h200"], KNOWN_DEVICES["b200"]
-# What XQA's workspace begins with, and something behind it.
+# Bytes at the start of XQA's workspace, and some bytes after them.
 WORKSPACE_BYTES = 9 << 20
 SPEC = FullAttentionSpec(block_size=16, dtype=DType.BFLOAT16, num_kv_heads=2, head_size=64)
 CONFIG = EngineConfig(
@@ -48,7 +49,7 @@ pytestmark = [
 
 
 class Launches:
-    """Stands for the compiled modules: keeps what they are called with."""
+    """Stands in for the compiled modules, and keeps the arguments of calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
@@ -65,14 +66,14 @@ class Launches:
         return launch
 
     def tensors(self) -> set[int]:
-        """Addresses of what the one launch was given."""
+        """Addresses of the arguments of the one launch."""
         ((_, args),) = self.calls
         return {arg.data_ptr() for arg in args if isinstance(arg, torch.Tensor)}
 
 
 @contextmanager
 def installed(device: Device) -> Iterator[Launches]:
-    """FlashInfer's functions believe in a GPU, and launch nothing."""
+    """Let FlashInfer's functions believe in a GPU, and launch nothing."""
     capability = device.compute_capability
     assert capability is not None
     launches = Launches()
@@ -111,7 +112,7 @@ def attend(
     sinks: bool = False,
     lse: bool = False,
 ) -> tuple[Any, torch.Tensor]:
-    """One forward; the step's record and its output."""
+    """Run one forward; returns the step's record and its output."""
     spec: Any = SPEC.replace(cache_dtype=cache_dtype)
     if window is not None:
         fields = spec.model_dump(exclude={"kind", "dcp_sharded"})
@@ -191,7 +192,7 @@ def test_every_call_passes_flashinfer_s_own_checks(
     ],
 )
 def test_its_checks_are_run(device: Device, lens: list[int], changes: dict[str, Any]) -> None:
-    """A call that FlashInfer refuses by itself is refused here, before any launch."""
+    """A call that FlashInfer itself refuses is refused here, before any launch."""
     with installed(device) as launches:
         calls = compat.load_calls()
         names = ("query", "kv_cache", "workspace_buffer", "block_tables", "seq_lens", "max_seq_len")
@@ -213,7 +214,7 @@ def test_its_checks_are_run(device: Device, lens: list[int], changes: dict[str, 
 
 
 class OnGpu(torch.Tensor):
-    """Says that it is on a GPU: FlashInfer asks some tensors."""
+    """A tensor that says it is on a GPU: FlashInfer asks some tensors."""
 
     is_cuda = property(lambda _: True)  # type: ignore[assignment]
 
@@ -234,7 +235,7 @@ def test_ragged_verifies_pass_its_checks_too() -> None:
             record, output = attend([1, 4, 2])
     part = record.decode
     assert [name for name, _ in launches.calls] == ["xqa"]
-    # One module for every ragged batch: of the longest verify.
+    # One module serves every ragged batch: it is compiled for the longest verify.
     assert launches.modules[0][-2:] == (4, True)
     tensors = {output.data_ptr(), part.pages.data_ptr(), part.mask.data_ptr()}
     assert tensors | {part.query_starts.data_ptr()} <= launches.tensors()

@@ -1,5 +1,6 @@
-"""Draft steps, ragged verifies and pools of window layers of TRTLLM_MHA, judged by the oracle: over
-emulated calls, and on a GPU by the real ones, in graphs too.
+"""Draft steps, ragged verifies and block pools of window layers of TRTLLM_MHA, against the oracle.
+
+The calls are emulated without a GPU; on a GPU they are real, in graphs too.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def device_of(name: str, version: str) -> Iterator[torch.device]:
 
 
 class Layer:
-    """A layer over a cache of random rows, which every block of has."""
+    """A layer over a cache whose blocks all hold random rows."""
 
     def __init__(self, device: torch.device, window: int | None, seed: int = 0) -> None:
         self.device, self.window = device, window
@@ -104,7 +105,9 @@ class Layer:
         starts: list[int],
         lens: list[int],
     ) -> None:
-        """Within twice the error of the same maths in bf16; zeros for rows without keys."""
+        """Check errors against twice the error of the same maths in bf16; rows without keys are
+        zeros.
+        """
         cache, query, output = self.cache.cpu(), query.cpu(), output.cpu().double()
         rules = Rules(SCALE, sliding_window=self.window)
         for row, length in enumerate(lens):
@@ -118,13 +121,13 @@ class Layer:
             exact, _ = oracle.attention(query[rows], key, value, first, rules)
             low, _ = low_precision_attention(query[rows], key, value, first, rules, torch.bfloat16)
             errors = [(one.double() - exact).norm(dim=-1) for one in (output[rows], low)]
-            # Half a unit of the output is lost whatever the kernel does.
+            # The output's rounding loses half a unit whatever the kernel does.
             band = exact.norm(dim=-1) * torch.finfo(torch.bfloat16).eps / 2
             assert bool((errors[0] <= 2 * (errors[1] + band)).all()), errors
 
 
 DRAFTED = ([3, 1, 0, 2], [40, 510, 0, 33])
-"""One request reaches the model's length after two steps; one is padding."""
+"""After two steps one request reaches the model's maximum length; one request is padding."""
 
 
 @pytest.mark.parametrize("window", [None, WINDOW])
@@ -199,7 +202,7 @@ def test_window_layers_read_and_write_a_pool_of_their_own(name: str, version: st
         pool = torch.randperm(BLOCKS - 1, generator=layer.generator).int() + 1
         pool = torch.cat([torch.zeros(1, dtype=torch.int32), pool]).to(device)
         own_table = pool[batch.block_table_tensor.long()]
-        # The engine has given up what lies before the window.
+        # The engine has released the blocks before the window.
         pool[batch.block_table_tensor[0, :4].long()] = 0
         builder = layer.builder()
         builder.use_pool(pool)
@@ -215,7 +218,7 @@ def test_window_layers_read_and_write_a_pool_of_their_own(name: str, version: st
 
 
 def test_a_shifted_table_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The judge of this file knows right from wrong."""
+    """The judge of this file tells right from wrong."""
     from builders.vendor import trtllm_mha
 
     fill: Callable[..., None] = trtllm_mha.fill_tables

@@ -15,7 +15,7 @@ import pytest
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
-    # Layers are made for a GPU that is not there; their kernels run in Triton's interpreter.
+    # Layers are made for a GPU that does not exist; their kernels run in Triton's interpreter.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
     import torch
 
@@ -44,7 +44,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_config(model_folder: Path) -> Callable[..., Any]:
-    """A vLLM configuration, of few and small things."""
+    """A vLLM configuration with few and small limits."""
     from vllm.config import (
         AttentionConfig,
         CacheConfig,
@@ -92,7 +92,7 @@ def make_config(model_folder: Path) -> Callable[..., Any]:
 
 @pytest.fixture
 def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The plugin's module, unregistered before and after; selections of earlier tests forgotten."""
+    """The plugin's module, unregistered before and after; earlier selections are forgotten."""
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -105,7 +105,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         module._registered.clear()
         selector._cached_get_attn_backend.cache_clear()
 
-    # Set first, so that what the plugin itself sets is taken back afterwards too.
+    # The variable is set first, so that the plugin's own changes of it are undone too.
     for variable in (*settings.VARIABLES, settings.RAY_VARIABLE):
         monkeypatch.setenv(variable, "")
         monkeypatch.delenv(variable)
@@ -116,7 +116,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.fixture
 def one_process(tmp_path: Path) -> Iterator[Callable[[], None]]:
-    """Call it, with a configuration set, for vLLM's groups of one process."""
+    """Call the fixture, with a configuration set, for vLLM's groups of one process."""
     from vllm import distributed
 
     def start() -> None:
@@ -131,11 +131,12 @@ def one_process(tmp_path: Path) -> Iterator[Callable[[], None]]:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch, make_config: Callable[..., Any]) -> Any:
-    """VLLM's CUDA platform with a capability of one's choice: call it with major and minor."""
+    """vLLM's CUDA platform with a chosen capability: call the fixture with major and minor."""
     for name in ("vllm._C_stable_libtorch", "vllm._C"):
         if name not in sys.modules:
             monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    # Before the platform is CUDA: these would then want binaries that are not there.
+    # These are imported before the platform is CUDA: later they would want binaries that are
+    # missing.
     import vllm.model_executor.layers.attention
     import vllm.platforms
     import vllm.v1.worker.gpu.attn_utils

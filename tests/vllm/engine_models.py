@@ -1,7 +1,7 @@
 """Small random models for vLLM's engine, made with ``transformers``.
 
-Weights are scaled for attention that is peaked but not on one key, and for tokens that differ from
-position to position: with vLLM's own dummy weights every backend answers the same.
+Weights are scaled so that attention is peaked but not on one key, and so that tokens differ from
+position to position. With vLLM's own dummy weights every backend answers the same.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 VOCAB = 256
 MAX_LEN = 1024
 PROMPT_LENS = (1, 7, 16, 17, 65, 190, 420)
-"""Below and above what the split-KV kernel takes, the windows of the models, and a page."""
+"""Prompt lengths below and above the limit of the split-KV kernel, the windows and a page."""
 
 ENCODER = "bert"
 LATENT = "deepseek"
@@ -43,7 +43,7 @@ def _llama() -> Any:
 
 
 def _gemma2() -> Any:
-    """Windows and full layers in turn, and scores capped low enough for the cap to matter."""
+    """Layers with and without a window in turn; the cap of scores is low enough to matter."""
     from transformers import Gemma2Config
 
     return Gemma2Config(
@@ -62,7 +62,7 @@ def _gemma2() -> Any:
 
 
 def _gemma3() -> Any:
-    """More layers with a window than without, queries and keys normalised, heads of 256."""
+    """More layers with a window than without, queries and keys normalised, heads of 256 columns."""
     from transformers import Gemma3TextConfig
 
     return Gemma3TextConfig(
@@ -81,9 +81,9 @@ def _gemma3() -> Any:
 
 
 def _gpt_oss() -> Any:
-    """Sinks, heads of 64, windows in every other layer; every token goes to all experts.
+    """Sinks, heads of 64 columns, windows in every other layer; every token goes to all experts.
 
-    A choice of experts that flips by a rounding would outweigh every error of attention.
+    A choice of experts that a rounding flips would outweigh every error of attention.
     """
     from transformers import GptOssConfig
 
@@ -103,7 +103,9 @@ def _gpt_oss() -> Any:
 
 
 def _deepseek() -> Any:
-    """Latent layers of DeepSeek's own widths; no experts: those want kernels of their own."""
+    """Latent layers of DeepSeek's own widths, without experts, since those need kernels of their
+    own.
+    """
     from transformers import DeepseekV3Config
 
     return DeepseekV3Config(
@@ -126,7 +128,7 @@ def _deepseek() -> Any:
 
 
 def _falcon_h1() -> Any:
-    """Attention and Mamba side by side; vLLM makes blocks as large as a Mamba state, of 528 tokens.
+    """Attention and Mamba side by side; vLLM makes blocks as large as a Mamba state, 528 tokens.
 
     Before there is a KV cache vLLM tunes its Mamba kernels: 58 configurations, those of two kernels
     twice, compiled one after another on a machine that has none of them in Triton's cache.
@@ -174,10 +176,10 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 """A model's configuration, of ``transformers``."""
 
 SCORE_STD = 2.0
-"""Of attention scores: the softmax then rests on a few of a hundred keys."""
+"""Standard deviation of attention scores: the softmax then rests on a few of a hundred keys."""
 _SCORING = {
     *("q_proj", "k_proj", "query", "key"),
-    # Of latent layers, whose ranks are normalised: the last two give the parts of keys.
+    # Projections of latent layers, whose ranks are normalised: the last two give the key's parts.
     *("q_b_proj", "kv_b_proj", "kv_a_proj_with_mqa"),
 }
 """Projections whose outputs are queries or keys, or parts of them."""
@@ -204,22 +206,23 @@ def fill(model: nn.Module, tied: bool, seed: int = 0) -> None:
 
 
 def _weight(name: str, weight: Tensor, noise: Tensor, hidden: int, tied: bool) -> Tensor:
-    """A parameter's values from normal noise of its shape."""
+    """A parameter's values, made from normal noise of its shape."""
     module = name.removesuffix(".weight").removesuffix(".bias").split(".")[-1]
     if "norm" in module.lower():
-        # Normalised queries and keys get their scale here; a tied output gets its own by the last.
+        # Normalised queries and keys get their scale here; a tied output gets its scale by the last
+        # norm.
         grown = {"q_norm": SCORE_STD**0.5 - 1, "k_norm": SCORE_STD**0.5 - 1}
         if tied:
             grown["norm"] = LOGIT_STD / TIED_EMBEDDING - 1
         return weight + grown.get(module, 0.0) + 0.1 * noise
     if module == "sinks":
-        # About as high as the sum of a hundred keys.
+        # A sink is about as high as the sum of a hundred keys.
         return math.log(100) + noise
     if weight.ndim == 1 or module.endswith("_bias"):
         return 0.1 * noise
     if "embed" in name:
         return noise * (TIED_EMBEDDING / hidden**0.5 if tied else 1.0)
-    # Experts are [experts, in, out], everything else [out, in].
+    # Experts are ``[experts, in, out]``, all other weights ``[out, in]``.
     fan_in = weight.shape[1]
     gain = 1.0
     if module in _SCORING:
@@ -244,7 +247,7 @@ def make_model(name: str, folder: Path) -> None:
 
 
 def _save_tokenizer(folder: Path) -> None:
-    """One that nothing is asked of: vLLM serves no encoder without."""
+    """Save a tokenizer that is never used: vLLM serves no encoder without one."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
@@ -255,7 +258,7 @@ def _save_tokenizer(folder: Path) -> None:
 
 
 def prompts_of(seed: int = 0) -> list[list[int]]:
-    """Random tokens; of the longer prompts the second half repeats the first, for n-grams."""
+    """Random tokens; the second half of a longer prompt repeats its first, for n-grams."""
     draw = random.Random(seed)
     prompts = []
     for length in PROMPT_LENS:

@@ -4,9 +4,8 @@ A run has a process of its own, because vLLM selects its backends once per proce
 stays in that process, so that layers can be looked at and kernels recorded.
 
 The model is small and random, made with ``transformers`` and saved, so that vLLM loads it like any
-other; what it should have answered is what ``transformers`` computes from the same weights in
-float32, on the tokens that this very run took. So two runs can be compared however soon their
-tokens part.
+other. The right answer is what ``transformers`` computes from the same weights in float32, on the
+tokens that this very run took. So two runs can be compared however soon their tokens part.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ OUTPUT_LEN = 24
 
 @dataclass(frozen=True)
 class Run:
-    """What to run."""
+    """The settings of a run."""
 
     model: str
-    """One of those of :mod:`tests.vllm.engine_models`."""
+    """Name of a model of :mod:`tests.vllm.engine_models`."""
     folder: str
-    """Where the model is, or is to be made."""
+    """Folder of the model; it is made there if it is missing."""
     backend: str
-    """Of vLLM's registry."""
+    """Name of the backend in vLLM's registry."""
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments of ``vllm.LLM`` beyond, or instead of, the usual ones."""
     prompt_logprobs: bool = True
@@ -52,29 +51,29 @@ class Error:
     """Distance of some positions' answers from float32's.
 
     A position's error is the root of the mean square, over the vocabulary, of the differences of
-    log-probabilities; of an encoder, the relative L2 norm of its hidden state's.
+    log-probabilities. For an encoder it is the relative L2 norm of the hidden state's difference.
     """
 
     positions: int
     mean: float
     max: float
     rounding_mean: float
-    """Likewise of float32's own answers, once rounded to bf16."""
+    """Mean error of float32's own answers, once rounded to bf16."""
     rounding_max: float
     largest: float
-    """Difference of a single number."""
+    """Largest difference of a single number."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run did."""
+    """The result of a run."""
 
     tokens: list[list[int]]
-    """Greedy, per prompt."""
+    """Greedy tokens of each prompt."""
     gaps: list[list[float]]
-    """Float32's most likely log-probability at each of them, over the next."""
+    """At each token, float32's most likely log-probability minus the next one."""
     prompt: Error | None
-    """Of an encoder: of every position."""
+    """Errors at the prompt's positions; for an encoder, at every position."""
     generated: Error | None
     impls: list[str]
     """Modules of the attention layers' impls, one per layer."""
@@ -83,7 +82,7 @@ class Result:
     kernels: list[str]
     """Names of everything that ran on the GPU in the last call."""
     cached_tokens: list[int]
-    """Of each prompt, in the last call: read from the prefix cache."""
+    """Tokens of each prompt that the last call read from the prefix cache."""
     drafts: int
     """Speculated tokens that were verified."""
     runner: str
@@ -119,7 +118,7 @@ class PlainExperts(nn.Module):
             self.experts.register_parameter(name, parameter)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[T, hidden]``."""
+        """Output ``[T, hidden]`` of the experts."""
         experts: Any = self.experts
         shares = self.router(x).float().softmax(-1).to(x.dtype)  # [T, E]
         inner = torch.einsum("th,eih->tei", x, experts.w13_weight) + experts.w13_bias
@@ -130,7 +129,7 @@ class PlainExperts(nn.Module):
 
 
 def _without_numba() -> None:
-    """The n-gram proposer is compiled with numba for speed alone: without it, run it as it is."""
+    """Without numba, run the n-gram proposer uncompiled: numba only makes it faster."""
     try:
         import numba  # noqa: F401
     except ImportError:
@@ -147,14 +146,14 @@ def _without_numba() -> None:
 
 
 def make_engine(run: Run) -> Any:
-    """``vllm.LLM`` of a run, our backends registered."""
+    """``vllm.LLM`` of a run, with our backends registered."""
     if run.options.get("speculative_config"):
         _without_numba()
     from vllm import LLM
 
     from attn.integrations.vllm.plugin import register
 
-    # The entry point exists only where the project is installed; twice does no harm.
+    # The entry point exists only where the project is installed; registering twice does no harm.
     register()
     if run.model == "gpt_oss":
         from vllm.model_executor.models import gpt_oss
@@ -202,7 +201,7 @@ def _insides_of(worker: Any) -> dict[str, Any]:
 
 
 def _recorded(call: Callable[[], Any]) -> tuple[Any, list[str]]:
-    """What a call returns, and the names of what it ran on the GPU."""
+    """The result of a call, and the names of the kernels that it ran on the GPU."""
     if not torch.cuda.is_available():
         return call(), []
     activity = torch.profiler.ProfilerActivity.CUDA
@@ -240,11 +239,10 @@ def _drafts(llm: Any) -> int:
 
 
 def reference_of(run: Run, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-    """What ``transformers`` answers in float32 on a CPU, per sequence of T tokens.
+    """The answer of ``transformers`` in float32 on a CPU, for each sequence of T tokens.
 
-    Returns:
-        float64 ``[T, VOCAB]`` logits of what comes next; of an encoder, hidden states
-        ``[T, hidden]``.
+    Returns float64 ``[T, VOCAB]`` logits of the next token; for an encoder, hidden states ``[T,
+    hidden]``.
     """
     from transformers import AutoModel, AutoModelForCausalLM
 
@@ -276,7 +274,7 @@ def table_of(rows: Sequence[Any]) -> Tensor:
 
 
 def logprob_error(actual: Tensor, logits: Tensor) -> Error:
-    """Log-probabilities against float32's logits, both ``[N, VOCAB]`` float64."""
+    """Error of log-probabilities against float32's logits, both ``[N, VOCAB]`` float64."""
     expected = logits.log_softmax(-1)
 
     def sizes(table: Tensor) -> Tensor:
@@ -286,7 +284,7 @@ def logprob_error(actual: Tensor, logits: Tensor) -> Error:
 
 
 def state_error(actual: Tensor, expected: Tensor) -> Error:
-    """Both ``[N, hidden]`` float64; only directions count, as poolers normalise."""
+    """Error of states ``[N, hidden]`` float64; only directions count, as poolers normalise."""
     actual, expected = normalize(actual, dim=-1), normalize(expected, dim=-1)
 
     def sizes(table: Tensor) -> Tensor:
@@ -328,7 +326,7 @@ def _scored(run: Run, prompts: Sequence[list[int]], outputs: Any) -> dict[str, A
         "cached_tokens": [output.num_cached_tokens or 0 for output in outputs],
     }
     if run.prompt_logprobs:
-        # The first token has no prefix, hence no entry.
+        # The first token has no prefix, and hence no entry.
         rows = [row for output in outputs for row in output.prompt_logprobs[1:]]
         known = [answer[: len(prompt) - 1] for prompt, answer in zip(prompts, answers, strict=True)]
         fields["prompt"] = logprob_error(table_of(rows), torch.cat(known))
@@ -336,7 +334,7 @@ def _scored(run: Run, prompts: Sequence[list[int]], outputs: Any) -> dict[str, A
 
 
 def perform(run: Run) -> Result:
-    """Make the model if need be, run it, score it."""
+    """Make the model if it is missing, run it, and score the run."""
     folder = Path(run.folder)
     if not (folder / "config.json").exists():
         make_model(run.model, folder)
@@ -360,7 +358,7 @@ def perform(run: Run) -> Result:
 
 
 def result_of(text: str) -> Result:
-    """A result as the worker writes it."""
+    """A result in the form that the worker writes."""
     fields = json.loads(text)
     for name in ("prompt", "generated"):
         fields[name] = None if fields[name] is None else Error(**fields[name])
@@ -368,7 +366,7 @@ def result_of(text: str) -> Result:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Read the run, write the result."""
+    """Read the run, perform it, and write the result."""
     source, target = map(Path, arguments)
     # The engine core has to be in this process, where the layers can be reached.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

@@ -1,4 +1,4 @@
-"""What vLLM's model runner does around one attention layer, on the CPU, and the right answer."""
+"""The work of vLLM's model runner around one attention layer, on the CPU, and the right answer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Tokens:
     """Everything that requests have been given so far."""
 
     query: list[Tensor]
-    """Per request ``[T, H, D]``, likewise key and value ``[T, Hk, D]``."""
+    """``[T, H, D]`` for each request; key and value are ``[T, Hk, D]`` for each request."""
     key: list[Tensor]
     value: list[Tensor]
 
@@ -103,7 +103,7 @@ class Runner:
     def batch(
         self, query_lens: Sequence[int], seq_lens: Sequence[int], **fields: Any
     ) -> CommonAttentionMetadata:
-        """VLLM's own object, as its runner fills it."""
+        """vLLM's own batch object, filled like its runner fills it."""
         starts = torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32)
         lens = torch.tensor(seq_lens, dtype=torch.int32)
         table = self.table[: len(seq_lens)]
@@ -129,7 +129,7 @@ class Runner:
     def step(
         self, tokens: Tokens, query_lens: Sequence[int], seq_lens: Sequence[int], **fields: Any
     ) -> Tensor:
-        """Output ``[T, H, D]`` of each request's tokens ``[seq_len - query_len, seq_len)``."""
+        """Run a step; the output is ``[T, H, D]`` of each request's new tokens."""
         batch = self.batch(query_lens, seq_lens, **fields)
         return self.forward(self.builder.build(0, batch), tokens, query_lens, seq_lens, batch)
 
@@ -141,7 +141,7 @@ class Runner:
         seq_lens: Sequence[int],
         batch: CommonAttentionMetadata,
     ) -> Tensor:
-        """The layer's forward in vLLM's forward context."""
+        """Run the layer's forward in vLLM's forward context."""
 
         def new(rows: list[Tensor]) -> Tensor:
             parts = zip(rows, query_lens, seq_lens, strict=True)
@@ -158,7 +158,7 @@ class Runner:
         value: Tensor | None,
         batch: CommonAttentionMetadata,
     ) -> Tensor:
-        """The layer on rows of one's own."""
+        """Run the layer on given rows."""
         slots = {NAME: batch.slot_mapping} if self.is_cached else {}
         metadata = None if record is None else {NAME: record}
         with set_forward_context(metadata, self.config, slot_mapping=slots):
@@ -171,25 +171,25 @@ class Runner:
 
 
 class Answer(NamedTuple):
-    """What rows should be, ``[T, H, D]`` float64, and as the same maths in low precision has it."""
+    """The right rows ``[T, H, D]`` float64, and the rows of the same maths in low precision."""
 
     exact: Tensor
     low: Tensor
 
     def assert_is(self, actual: Tensor) -> None:
-        """``actual`` errs no more than its type and the low precision excuse."""
+        """Check that ``actual`` errs no more than its type and the low precision excuse."""
         error = budget.row_errors(actual, self.exact).max()
         assert error <= budget.budget(self.exact, self.low, actual.dtype)
 
     def rows(self, index: Tensor) -> Answer:
-        """Some of the rows."""
+        """An answer for some of the rows."""
         return Answer(self.exact[index], self.low[index])
 
 
 def answer_of(
     query: Tensor, key: Tensor, value: Tensor, first: int, rules: Rules, cache_dtype: str = "auto"
 ) -> Answer:
-    """By definition, for one request whose queries start at position ``first``."""
+    """The answer by definition for one request, whose queries start at position ``first``."""
     exact, _ = attention(query, key, value, first, rules)
     stored = [stored_rows.quantized(rows, cache_dtype, torch.ones(())) for rows in (key, value)]
     low, _ = low_precision(query, *stored, first, rules, query.dtype)
@@ -203,7 +203,7 @@ def expected(
     *rules: Rules,
     cache_dtype: str = "auto",
 ) -> Answer:
-    """Of a batch; one set of rules for all requests, or one each."""
+    """The oracle's answer for a batch, with one set of rules for all requests or one for each."""
     each = rules if len(rules) > 1 else rules * len(seq_lens)
     parts = []
     for row, (count, length) in enumerate(zip(query_lens, seq_lens, strict=True)):
@@ -215,7 +215,7 @@ def expected(
 
 
 def plain_rules(**changes: Any) -> Rules:
-    """Causal attention at the runner's scale, changed."""
+    """Rules of causal attention at the runner's scale, with changes."""
     return replace(Rules(SCALE), **changes)
 
 

@@ -1,4 +1,4 @@
-"""Our builder on vLLM's batches: the same records as from our own, graphs, drafts, cascade."""
+"""Our builder on vLLM's batches: the records of our own batches; graphs, drafts, cascade."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_a_long_shared_prefix_is_worth_a_pass_of_its_own(runner: Runner) -> None
         return runner.builder.use_cascade_attention(prefix, np.ones(reqs), **given)
 
     assert wanted()
-    # From these lengths and numbers on, and not below.
+    # vLLM cascades from these lengths and numbers on, and not below.
     assert wanted(prefix=256, reqs=8)
     assert not wanted(prefix=255, reqs=8)
     assert not wanted(prefix=256, reqs=7)

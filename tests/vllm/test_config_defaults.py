@@ -1,6 +1,7 @@
-"""Our model families beside transformers' config classes, which vLLM brings along.
+"""Our model families against transformers' config classes, which vLLM brings along.
 
-Both say what a file leaves out, and both work out which layer is of which type. They must agree.
+Both know the fields that a file leaves out, and both work out the type of each layer. They must
+agree.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def test_transformers_knows_every_type_but_these() -> None:
 
 
 def own_defaults(family: type[Family]) -> dict[str, Any]:
-    """Fields of a family that a file may leave out, by every name."""
+    """The fields of a family that a file may leave out, by every name."""
     return {
         name: field.default
         for declared, field in family.model_fields.items()
@@ -60,7 +61,7 @@ def test_defaults_of_a_family_are_those_of_transformers(model_type: str) -> None
     assert {name: ours[name] for name in both} == {name: theirs[name] for name in both}
 
 
-# Which layers of a Nemotron-H are attention is no size.
+# The list of a Nemotron-H's attention layers is no size.
 @pytest.mark.parametrize(
     "model_type", [name for name in TYPES if name not in {*UNKNOWN_THERE, "nemotron_h"}]
 )
@@ -79,7 +80,7 @@ def config_of_theirs(model_type: str) -> Any:
 
 
 def types_of(data: dict[str, Any]) -> list[str]:
-    """Type of each layer as we read it, in transformers' words."""
+    """The type of each layer as we read it, in transformers' words."""
     model = read_hf_config(data, "tiny", "config.json")
     named, layers, found = others(model), iter(model.layers), []
     for index in range(model.num_layers + len(named)):

@@ -1,4 +1,4 @@
-"""What plans are sized for inside vLLM: its longest sequence, its dummy batches, its encoders."""
+"""Sizes of plans inside vLLM: its longest sequence, its dummy batches, its encoders."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LONGEST, GRAPH = 64, 80
 def config(
     plugin: Any, cuda: Any, make_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> Any:
-    """Graphs have more tokens than the model."""
+    """A configuration, with the plugin registered, whose graphs have more tokens than the model."""
     monkeypatch.setenv("ATTN_VLLM_BACKEND", "TRITON_ATTN")
     plugin.register()
     config = make_config(max_model_len=LONGEST)
@@ -30,7 +30,7 @@ def config(
 
 
 def longer(runner: Runner, length: int) -> Any:
-    """A decode of such a length on host and device, with the table of the model's longest."""
+    """A decode of this length on host and device, with the block table of the model's longest."""
     lens = torch.tensor([length], dtype=torch.int32)
     batch = runner.batch((1,), (40,), seq_lens_cpu_upper_bound=lens)
     return batch.replace(seq_lens=lens.clone(), max_seq_len=length)

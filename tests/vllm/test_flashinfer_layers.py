@@ -1,6 +1,6 @@
-"""VLLM's own layers over our triples that call FlashInfer, whose calls are emulated.
+"""vLLM's own layers over our backends that call FlashInfer, whose calls are emulated.
 
-Only trtllm-gen takes vLLM's caches of TRTLLM_MHA: the kernels for other GPUs want K and V apart.
+Only trtllm-gen takes vLLM's caches for TRTLLM_MHA: the kernels for other GPUs need K and V apart.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Emulated = Callable[[], AbstractContextManager[Any]]
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlashInfer is there and can be used."""
+    """Let FlashInfer seem installed and usable."""
     for name in ("FLASHINFER", "TRTLLM_MHA", "FLASHINFER_MLA", "TRTLLM_MLA"):
         monkeypatch.setattr(OurEnum[name], "missing", list)
     monkeypatch.setattr(flashinfer_compat, "unavailable_reason", lambda *_: None)
@@ -44,7 +44,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def sized(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The runners' layers have sizes that FlashInfer has kernels for."""
+    """Give the runners' layers sizes for which FlashInfer has kernels."""
     monkeypatch.setattr(small, "HEAD_SIZE", SIZE)
     monkeypatch.setattr(small, "SCALE", SIZE**-0.5)
     monkeypatch.setattr(latent, "RANK", 128)
@@ -67,7 +67,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "sinks": ({"sinks": SINKS}, {"sinks": SINKS}, {}),
     "fp8": ({}, {}, {"cache_dtype": "fp8"}),
 }
-"""What a layer is made with, its rules, and settings of the engine."""
+"""Kinds of layers: arguments, rules, and settings of the engine."""
 CASES = [
     *(("FLASHINFER", version, kind) for version in WRAPPERS for kind in KINDS if kind != "sinks"),
     *(

@@ -1,7 +1,7 @@
-"""vLLM's engine answers with our backend as it does with its own, and nothing of its own runs.
+"""vLLM's engine answers with our backend as with its own, and none of its own kernels runs.
 
-The budget is computed: our bf16 run may be off float32 by ``MAX_RATIO`` times what vLLM's own bf16
-run of the same weights is, plus what rounding float32's answers to bf16 costs.
+The budget is computed. Our bf16 run may differ from float32 by ``MAX_RATIO`` times the difference
+of vLLM's own bf16 run of the same weights, plus the cost of rounding float32's answers to bf16.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TIMEOUT = 900
 
 OURS = "CUSTOM"
 THEIRS = ("FLASH_ATTN", "TRITON_ATTN")
-"""The first of them that serves the case is what ours is held against."""
+"""vLLM's backends; ours is compared with the first of them that serves the case."""
 LATENT_OURS = "TRITON_MLA"
 """Latent layers are ours by vLLM's own name, which ours replaces."""
 LATENT_THEIRS = ("TRITON_MLA", "FLASHMLA", "FLASH_ATTN_MLA")
@@ -41,12 +41,13 @@ MAMBA = "vllm.v1.attention.backends.mamba2_attn"
 DECODE, PREFILL = "decode_kernel", "prefill_kernel"
 LATENT_DECODE = "mla_decode_kernel"
 NARROW, WIDE, FOLD = "hopper_mla_narrow_kernel", "hopper_mla_kernel", "fold_cuts_kernel"
-"""For Hopper: up to 16 rows (tokens x heads) of a request, or more, whose cuts are then folded."""
+"""Hopper's latent kernels: for up to 16 rows (tokens x heads) of a request, or for more rows, whose
+cuts are then folded."""
 EXPAND, MERGE = "expand_kernel", "merge_kernel"
 KERNELS = {DECODE, PREFILL, LATENT_DECODE, NARROW, WIDE, FOLD, EXPAND, MERGE}
 HOPPER = {"ATTN_VLLM_DECODE_KERNEL": "hopper"}
 PLAIN = {"ATTN_VLLM_DECODE_KERNEL": "triton", "ATTN_VLLM_PREFILL_KERNEL": "triton"}
-"""Where nothing is said, an engine takes those for Hopper on Hopper."""
+"""Environment that names the portable kernels; without it, a Hopper GPU runs the Hopper kernels."""
 VLLM_KERNELS = (
     "kernel_unified_attention",
     "reduce_segments",
@@ -55,7 +56,7 @@ VLLM_KERNELS = (
     "flash::",
     "flashattn",
     "flashinfer",
-    # Of latent layers.
+    # Kernels of latent layers.
     "_kernel_stage",
     "get_mla_metadata",
     "splitkv_mla",
@@ -65,22 +66,22 @@ VLLM_KERNELS = (
     "merge_attn_states",
     "mask_empty_context",
 )
-"""In lower case, parts of the names of vLLM's own attention and cache kernels."""
+"""Lower-case parts of the names of vLLM's own attention and cache kernels."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """An engine with ours in it."""
+    """An engine with our backend in it."""
 
     model: str = "llama"
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments of ``vllm.LLM``."""
     shared_options: dict[str, Any] = field(default_factory=dict)
-    """Likewise, also of the run that ours is held against; others must not change the answer."""
+    """Arguments of ``vllm.LLM`` for our run and for the run it is compared with."""
     prompt_logprobs: bool = True
     calls: int = 1
     kernels: tuple[str, ...] = (DECODE, PREFILL)
-    """Of ours, that have to run in the last call."""
+    """Names of our kernels that have to run in the last call."""
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -110,7 +111,7 @@ NGRAMS: dict[str, Any] = {
 
 
 def _latent(*kernels: str, shared: dict[str, Any] | None = None, **given: Any) -> Case:
-    """Latent layers in blocks that all of vLLM's backends take; prefill expands them."""
+    """Latent layers in blocks that all of vLLM's backends take; prefill expands heads."""
     options = {"block_size": 64, **(shared or {})}
     given["environment"] = {**PLAIN, **given.get("environment", {})}
     return Case(LATENT, shared_options=options, kernels=(*kernels, EXPAND, PREFILL), **given)
@@ -122,7 +123,7 @@ CASES = {
     "llama, first model runner": Case(environment={"VLLM_USE_V2_MODEL_RUNNER": "0"}),
     "fp8 KV": Case(shared_options={"kv_cache_dtype": "fp8"}),
     "chunked prefill": Case(options={"max_num_batched_tokens": 64}),
-    # What is left of a prompt whose prefix was read from the cache is short.
+    # A prompt whose prefix was read from the cache has a short rest.
     "prefix caching": Case(
         options={"enable_prefix_caching": True},
         prompt_logprobs=False,
@@ -160,17 +161,17 @@ class WorkerError(Exception):
 
 
 def _environment(extra: dict[str, str]) -> dict[str, str]:
-    """Of a worker: only what a case asks for is replaced, and nothing is downloaded or built."""
+    """A worker's environment: a case replaces what it asks for, nothing is downloaded or built."""
     kept = {name: value for name, value in os.environ.items() if name != "ATTN_VLLM_OVERRIDE"}
     kept.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    # Where vLLM begins to look for a free port: another test's engine may be looking too.
+    # The port at which vLLM begins to look for a free one: another test's engine may look too.
     kept.setdefault("VLLM_PORT", str(20000 + os.getpid() % 10000 * 4))
     # The kernels that are looked for are this backend's.
     return {**kept, "ATTN_VLLM_BACKEND": "TRITON_ATTN", "HF_HUB_OFFLINE": "1", **extra}
 
 
 class Engines:
-    """Runs, each done once."""
+    """Results of runs; each run is done once."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -187,7 +188,7 @@ class Engines:
         return self.result(run, environment)
 
     def theirs(self, case: Case) -> Result:
-        """Of the first of vLLM's backends that serves the case."""
+        """The result of the first of vLLM's backends that serves the case."""
         refusals = []
         for backend in LATENT_THEIRS if case.is_latent else THEIRS:
             try:
@@ -238,7 +239,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
 
 
 def beyond_budget(ours: Error, theirs: Error) -> list[str]:
-    """Where our error exceeds the budget that theirs sets."""
+    """A message where our error exceeds the budget that vLLM's run sets."""
     limits = {
         "mean": MAX_RATIO * theirs.mean + theirs.rounding_mean,
         "max": MAX_RATIO * theirs.max + theirs.rounding_max,
@@ -251,7 +252,7 @@ def beyond_budget(ours: Error, theirs: Error) -> list[str]:
 
 
 def constant_outputs(result: Result) -> list[list[int]]:
-    """Outputs of one or two tokens over and over: any attention would give them."""
+    """Outputs that repeat one or two tokens: any attention would give them."""
     return [tokens for tokens in result.tokens if len(set(tokens)) < 3]
 
 
@@ -287,7 +288,8 @@ def test_every_layer_and_every_builder_is_ours(engines: Engines, name: str) -> N
     ours = engines.ours(CASES[name])
     assert ours.impls
     assert set(ours.impls) == {MEMBERS}
-    # Wrappers of vLLM's, of encoders for one, derive from ours; Mamba layers have vLLM's own.
+    # vLLM's wrappers, for example of encoders, derive from ours; Mamba layers have vLLM's own
+    # impls.
     attending = [modules for modules in ours.builders if MAMBA not in modules]
     assert attending
     assert [modules for modules in attending if MEMBERS not in modules] == []

@@ -48,7 +48,7 @@ def aligned(
 
 
 def kernel_block_size(block_size: int, backend: Any) -> int:
-    """What kernels see of it: vLLM cuts blocks that a backend does not take whole."""
+    """The block size that kernels see: vLLM cuts blocks that a backend does not take whole."""
     from vllm.v1.worker import utils
 
     return int(utils.select_common_block_size(block_size, [backend]))
@@ -67,7 +67,7 @@ def test_blocks_are_those_of_vllms_own_backend_and_stay_whole(
 ) -> None:
     size = aligned(OURS)
     assert size == aligned(TritonAttentionBackend)
-    # As large as a Mamba state, so no power of two.
+    # Blocks are as large as a Mamba state, so their size is no power of two.
     assert size > 500
     assert size & (size - 1)
     assert kernel_block_size(size, OURS) == size

@@ -1,4 +1,4 @@
-"""VLLM's MLA layer with our triple in it, against the definition."""
+"""vLLM's MLA layer with our backend in it, against the definition."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def weights_of(dtype: torch.dtype) -> LatentWeights:
 
 
 class Projection(torch.nn.Module):
-    """``kv_b_proj`` without quantisation."""
+    """Stands in for ``kv_b_proj`` without quantisation."""
 
     quant_method = None
 
@@ -48,7 +48,7 @@ class Projection(torch.nn.Module):
 
 
 class LatentRunner(Runner):
-    """The layer, made and called as vLLM does it."""
+    """The layer, made and called like vLLM does it."""
 
     def call(
         self, record: Any, query: Tensor, key: Tensor | None, value: Tensor | None, batch: Any
@@ -96,7 +96,7 @@ def whole_requests(
 
 
 def tokens_of(requests: list[Request]) -> Tokens:
-    """As the runner gives them; there are no values."""
+    """Tokens as the runner gives them; there are no values."""
     keys = [request.key for request in requests]
     return Tokens([request.query for request in requests], keys, keys)
 
@@ -108,7 +108,7 @@ def expected_rows(
     cache_dtype: str,
     weights: LatentWeights | None = None,
 ) -> Answer:
-    """Of a step's new tokens; of one new token absorbed, of more expanded."""
+    """The oracle's answer for a step's new tokens: one new token is absorbed, more are expanded."""
     weights, answers = weights or weights_of(requests[0].query.dtype), []
     for whole, count, length in zip(requests, query_lens, seq_lens, strict=True):
         first = length - count
@@ -186,7 +186,7 @@ def test_a_latent_layer_runs_on_ours_and_is_right(
         output = runner.step(tokens_of(chosen), query_lens, seq_lens)
         expected_rows(chosen, query_lens, seq_lens, cache_dtype).assert_is(output)
 
-    # What there is already comes as prompts; then a mix, decodes first, as vLLM orders them.
+    # Cached tokens first come as prompts; then comes a mix with decodes first, as vLLM orders them.
     rows = [row for row, length in enumerate(before) if length]
     check(rows, [before[row] for row in rows], [before[row] for row in rows])
     rows = sorted(range(len(before)), key=lambda row: MIX[0][row] > 1)

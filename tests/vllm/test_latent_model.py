@@ -1,7 +1,7 @@
-"""A whole model of vLLM's with latent layers, over ours, against ``transformers``.
+"""A whole model of vLLM's with latent layers, over our backend, against ``transformers``.
 
-What the engine's tests on a GPU take for granted is checked here: that weights, rotation and scale
-of the model that they make mean the same to both.
+The engine's tests on a GPU assume what is checked here: weights, rotation and scale of the model
+mean the same to both.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from tests.vllm.test_latent import NoPrefill
 
 MAX_LEN, BLOCK_SIZE = 256, 64
 STEPS = (3, 2, 1)
-"""Tokens: a prompt, its next chunk, a decode."""
+"""Tokens of each step: a prompt, its next chunk, a decode."""
 TOLERANCE = 1e-4
-"""Of logits, whose standard deviation is 3; both sides are float32."""
+"""Largest error of logits, whose standard deviation is 3; both sides are float32."""
 
 
 def config_of(folder: Path) -> VllmConfig:
@@ -54,7 +54,7 @@ def config_of(folder: Path) -> VllmConfig:
         scheduler_config=scheduler,
         device_config=DeviceConfig(device="cpu"),
         attention_config=AttentionConfig(backend="TRITON_MLA"),
-        # In plain torch: vLLM's own kernels are not there.
+        # Attention runs in plain torch: vLLM's own kernels are missing.
         compilation_config=CompilationConfig(mode=0, custom_ops=["none"]),
     )
 
@@ -124,7 +124,7 @@ def test_a_model_with_latent_layers_answers_as_its_definition(
     cuda()
     ops = torch.library.Library("_C", "FRAGMENT")
     if not hasattr(torch.ops._C, "silu_and_mul"):
-        # Looked up when the layer is made, and not called.
+        # The name is looked up when the layer is made, and never called.
         ops.define("silu_and_mul(Tensor(a!) out, Tensor x) -> ()")
     monkeypatch.setenv(plugin.OVERRIDE_VARIABLE, "TRITON_MLA")
     plugin.register()

@@ -1,4 +1,4 @@
-"""VLLM's own attention layers of every kind, with our backends in them, against the definition."""
+"""vLLM's own attention layers of every kind, with our backends in them, against the definition."""
 
 from __future__ import annotations
 
@@ -74,14 +74,14 @@ def scaled(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of layer, and what it is to compute."""
+    """A kind of layer, and what it has to compute."""
 
     make: Callable[[Any], Any]
     rules: Rules
     config: dict[str, Any] = field(default_factory=dict)
     batch: dict[str, Any] = field(default_factory=dict)
     override: bool = False
-    """VLLM serves it by the name TRITON_ATTN only."""
+    """vLLM serves the kind under the name TRITON_ATTN only."""
 
 
 KINDS = {
@@ -156,7 +156,7 @@ def test_a_layer_computes_attention(
     runner = Runner(config, kind.make, layout="HND" if "HND" in name else "NHD")
     assert_is_ours(runner)
     tokens = Tokens.random(MIX[1], runner.dtype)
-    # First what was computed before this step, as prefills of their own.
+    # Tokens computed before this step come first, as prefills of their own.
     before = [seq - new for new, seq in zip(*MIX, strict=True)]
     for row, length in enumerate(before):
         if length:
@@ -223,7 +223,7 @@ def test_static_sinks_come_before_every_request(
     assert_is_ours(runner)
     lens = (1, 20), (33, 20)
     tokens = Tokens.random((16 + 33, 16 + 20), runner.dtype)
-    # Block 1 holds the sinks: the table of the requests does not.
+    # Block 1 holds the sinks; the requests' block table does not list it.
     runner.table = torch.tensor([[5, 9, 3, 0], [2, 8, 0, 0]], dtype=torch.int32)
     sinks = torch.arange(16, 32)
     first = Tokens(

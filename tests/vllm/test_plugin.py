@@ -1,4 +1,4 @@
-"""The entry point: what it registers, how often, and what it says to wrong names."""
+"""The entry point: what it registers, how often, and its messages about wrong names."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ LOGGER = logging.getLogger("vllm.attn_backends")
 
 @contextmanager
 def logged(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
-    """What the plugin writes meanwhile, as a function that gives it."""
+    """A function that gives what the plugin has logged meanwhile."""
     caplog.clear()
-    # vLLM's loggers do not hand on what they get.
+    # vLLM's loggers do not propagate their records.
     LOGGER.addHandler(caplog.handler)
     level = LOGGER.level
     LOGGER.setLevel(logging.INFO)
@@ -147,7 +147,7 @@ def test_other_versions_get_one_line_and_nothing_else(
     import vllm
 
     monkeypatch.setattr(vllm, "__version__", version)
-    # As in a vLLM that has no such module.
+    # This vLLM has no such module.
     monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.registry", None)
     monkeypatch.setenv("ATTN_VLLM_BACKEND", "FASTEST")
     with logged(caplog) as lines:

@@ -1,4 +1,4 @@
-"""VLLM's own selector over our classes: what it picks, what it refuses, in whose words."""
+"""vLLM's own selector over our classes: what it picks, what it refuses, and its words."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_a_model_of_dense_and_mla_layers_gets_ours_for_the_dense_ones(
 
 
 def wanted_of(changes: dict[str, Any]) -> dict[str, Any]:
-    """What vLLM validates a layer by, on an H100."""
+    """The arguments by which vLLM validates a layer, on an H100."""
     return {
         "block_size": None,
         "use_mla": False,

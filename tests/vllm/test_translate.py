@@ -1,4 +1,4 @@
-"""VLLM's specs and configuration in our terms: shapes, strides, bytes, and every setting."""
+"""vLLM's specs and configuration translated to ours: shapes, strides, bytes, and every setting."""
 
 from __future__ import annotations
 
@@ -75,7 +75,9 @@ def their_spec(name: str, cache_dtype: str = "auto", **changes: Any) -> Any:
 
 
 def skip_their_bug(name: str, cache_dtype: str) -> None:
-    """0.26 counts a window's int4 rows as if they were int8, and then cannot view them."""
+    """Skip a case of vLLM 0.26, which counts a window's int4 rows as int8, and then cannot view
+    them.
+    """
     if compat.BACKENDS_SHAPE_CACHES and (name, cache_dtype) == ("window", "int4_per_token_head"):
         pytest.skip("vLLM 0.26 has no int4 windows")
 
@@ -188,7 +190,7 @@ def test_formats_that_are_not_ours_are_refused_by_name() -> None:
         translate.kv_cache_spec(mamba, "auto", MODEL)
 
 
-# -- What a group's steps are planned with.
+# -- The settings with which a group's steps are planned.
 
 
 def rules(**changes: Any) -> AttentionRules:

@@ -1,4 +1,4 @@
-"""What dense impls share: constructor and checks, the rules of a layer, views of its cache."""
+"""The base of all dense impls: constructor and checks, a layer's rules, views of its cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specs.rows import dense_row_format
 
 
 class DenseImpl(AttentionImpl):
-    """An impl that takes every feature a dense backend of this library may offer."""
+    """The base of dense impls; it takes every feature that a dense backend may offer."""
 
     can_return_lse_for_decode = True
 
@@ -40,26 +40,32 @@ class DenseImpl(AttentionImpl):
         chunk_lookback: int = -1,
         head_size_v: int | None = None,
     ) -> None:
-        """The ten arguments of every impl, then features by keyword.
+        """Take the ten arguments of every impl, then features by keyword.
 
         Args:
-            num_heads: as in the base class, and so are the other nine.
-            head_size: query and key head size.
-            scale: multiplies q.k.
-            num_kv_heads: KV heads.
-            alibi_slopes: ``[H]``.
-            sliding_window: visible keys including the token itself.
+            num_heads: query heads H of this rank.
+            head_size: query and key head size D.
+            scale: multiplies q.k before the softmax.
+            num_kv_heads: KV heads Hk; None means ``num_heads``.
+            alibi_slopes: ``[H]`` position bias per head, or None.
+            sliding_window: visible keys including the token itself, or None for all.
             kv_cache_dtype: a ``CacheDType`` string.
-            logits_soft_cap: c of ``c * tanh(score / c)``.
+            logits_soft_cap: c of ``c * tanh(score / c)``; None or 0 is off.
             attn_type: an ``AttentionType`` string.
-            kv_sharing_target_layer_name: layer whose cache this one reads.
+            kv_sharing_target_layer_name: layer whose cache this one reads, or None.
             sinks: ``[H]`` logits that join the softmax denominator.
             use_alibi_sqrt: square-root position bias in place of the linear one.
             attention_chunk_size: tokens per chunk of chunked local attention.
-            chunk_lookback: chunks visible before the own one. With ``sliding_window`` and no
-                ``attention_chunk_size``, the window is the chunk size (vLLM's convention);
-                negative is off.
+            chunk_lookback: chunks visible before the query's own chunk; negative is off. With
+                ``sliding_window`` and no ``attention_chunk_size``, the window is the chunk size
+                (vLLM's convention).
             head_size_v: value head size; None means ``head_size``.
+
+        Raises:
+            TypeError: a size that is no integer.
+            ValueError: a value out of range; the message names argument and value.
+            NotImplementedError: a KV cache dtype without dense rows, or a quantised one for an
+                encoder.
         """
         super().__init__(
             num_heads,
@@ -108,7 +114,7 @@ class DenseImpl(AttentionImpl):
         )
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """Static per-tensor fp8 is supported; vLLM's key says so by its fields."""
+        """Whether ``quant_key`` (vLLM's) means static per-tensor fp8, which is supported."""
         scale = getattr(quant_key, "scale", None)
         return (
             getattr(quant_key, "dtype", None) == torch.float8_e4m3fn
@@ -117,18 +123,22 @@ class DenseImpl(AttentionImpl):
         )
 
     def fused_rope_kvcache_supported(self) -> bool:
-        """Decoders that write a cache of their own."""
+        """Whether the layer is a decoder that writes a cache of its own."""
         shared = self.kv_sharing_target_layer_name is not None
         return self.attn_type is AttentionType.DECODER and not shared
 
     def _by_head(self, output: torch.Tensor) -> torch.Tensor:
-        """``[T, H, Dv]`` of an output whose rows may be flat; itself where it has another shape."""
+        """View an output with flat rows as ``[T, H, Dv]``; an output of another shape is kept."""
         if output.dim() == 2 and output.shape[1] == self.num_heads * self.head_size_v:
             return output.view(output.shape[0], self.num_heads, self.head_size_v)
         return output
 
     def _views(self, kv_cache: torch.Tensor, model_dtype: torch.dtype) -> KVViews:
-        """K and V of the cache, which is of this layer's kind."""
+        """Views of K and V in the cache.
+
+        Raises:
+            ValueError: the cache is not of this layer's kind.
+        """
         model = DType.parse(model_dtype)
         row = dense_row_format(self.head_size, self.head_size_v, self.cache_dtype, model)
         views = split_kv_cache(kv_cache, row)
@@ -143,10 +153,10 @@ class DenseImpl(AttentionImpl):
 def given_rows(
     key: torch.Tensor | None, value: torch.Tensor | None, attn_type: AttentionType
 ) -> KVViews:
-    """Keys and values that came with the query, for a layer that caches none.
+    """The keys and values that came with the query, for a layer without a cache.
 
     Raises:
-        ValueError: one is None.
+        ValueError: key or value is None.
     """
     if key is None or value is None:
         name = "key" if key is None else "value"

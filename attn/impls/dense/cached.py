@@ -1,4 +1,4 @@
-"""What dense impls over our own cache write share: one launch a step, one split of the cache."""
+"""The base of dense impls that use the library's own cache write."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from specs.layouts import KVViews
 
 
 class CachedImpl(DenseImpl):
-    """Writes by one launch, and keeps the views of its layer's cache."""
+    """Writes a step's keys and values in one launch, and keeps the views of its layer's cache."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """See :class:`attn.impls.dense.base.DenseImpl`."""
         super().__init__(*args, **kwargs)
         self._is_cached = self.attn_type.is_cached
-        # Reading the environment costs a call as much as its tensors do.
+        # Reading the environment takes as long as handling a call's tensors, so it is read once.
         self._debugs = debug_enabled()
         self._viewed: ViewedCache | None = None
 
@@ -64,9 +64,12 @@ class CachedImpl(DenseImpl):
         rope_and_write_kv(*rotated, *written)
 
     def _views(self, kv_cache: torch.Tensor, model_dtype: torch.dtype) -> KVViews:
-        """Those of the last cache are kept for as long as it lives: a layer has but one."""
+        """Views of K and V in the cache.
+
+        The views of the latest cache are kept while it lives, since a layer has only one cache.
+        """
         viewed = self._viewed
-        # In one piece: each layer of each step comes by.
+        # One expression, without helpers: this runs in every layer of every step.
         if (
             viewed is not None
             and viewed.kv_cache() is kv_cache
@@ -80,29 +83,29 @@ class CachedImpl(DenseImpl):
         return views
 
     def _split(self, kv_cache: torch.Tensor, model_dtype: torch.dtype) -> KVViews:
-        """The views of a cache that is new; they do not keep it alive."""
+        """Make views of K and V in a new cache; they do not keep the cache tensor alive."""
         return detached(super()._views(kv_cache, model_dtype))
 
     def _debug_slots(self, slot_mapping: torch.Tensor, views: KVViews) -> None:
-        """Every slot lies in the cache; nothing unless debugging."""
+        """When debugging, check that every slot lies in the cache."""
         if self._debugs:
             num_blocks, block_size = views.key.shape[:2]
             check_slots(slot_mapping, block_size, num_blocks)
 
 
 class ViewedCache:
-    """K and V of a cache tensor, let go when the engine drops the tensor."""
+    """Views of K and V in a cache tensor, dropped when the engine drops the tensor."""
 
     def __init__(self, kv_cache: torch.Tensor, model_dtype: torch.dtype, views: KVViews) -> None:
         """
         Args:
-            kv_cache: the engine's.
-            model_dtype: that the views were made for.
-            views: of it, detached from it.
+            kv_cache: the engine's cache tensor.
+            model_dtype: the model dtype that the views were made for.
+            views: views of ``kv_cache``, detached from it.
         """
         self.views: KVViews | None = views
         self.made: Any = None
-        """What a forward made of them, to keep with them."""
+        """What a forward prepared from the views (``DenseTensors.rows``), kept with them."""
         self.model_dtype = model_dtype
         self.address = kv_cache.data_ptr()
         self.kv_cache = weakref.ref(kv_cache, self._forget)
@@ -112,6 +115,6 @@ class ViewedCache:
 
 
 def detached(views: KVViews) -> KVViews:
-    """The same views, which no longer keep the tensor that they were made of alive."""
+    """Detach views from their cache tensor, so that they no longer keep it alive."""
     key_scale, value_scale = (None if x is None else x.detach() for x in views[2:])
     return KVViews(views.key.detach(), views.value.detach(), key_scale, value_scale)

@@ -1,4 +1,4 @@
-"""Two impls of one layer: decodes by one, every other row by another, over one KV cache."""
+"""An impl made of two: one computes decodes, the other all other rows, over one KV cache."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from builders.mixed import MixedMetadata
 
 
 class MixedImpl(DenseImpl):
-    """Hands each its rows; a subclass names both."""
+    """Hands each of its two impls the rows of its phase; a subclass names both impls."""
 
     prefill_cls: ClassVar[type[AttentionImpl]]
     decode_cls: ClassVar[type[AttentionImpl]]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Arguments as of :class:`attn.impls.dense.base.DenseImpl`; errors as of both impls."""
+        """See :class:`attn.impls.dense.base.DenseImpl`; raises the errors of both impls."""
         super().__init__(*args, **kwargs)
         self.prefill = self.prefill_cls(*args, **kwargs)
         self.decode = self.decode_cls(*args, **kwargs)
         self.can_return_lse_for_decode = self.decode.can_return_lse_for_decode
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Of both."""
+        """Prepare both impls."""
         self.prefill.process_weights_after_loading(act_dtype)
         self.decode.process_weights_after_loading(act_dtype)
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """Where both do."""
+        """Whether both impls support it."""
         return all(
             one.fused_output_quant_supported(quant_key) for one in (self.prefill, self.decode)
         )
 
     def fused_rope_kvcache_supported(self) -> bool:
-        """Where the decode impl does, which writes the cache."""
+        """Whether the decode impl supports it, since that impl writes the cache."""
         return self.decode.fused_rope_kvcache_supported()
 
     def do_kv_cache_update(
@@ -47,11 +47,11 @@ class MixedImpl(DenseImpl):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """By the decode impl: both read the same bytes."""
+        """Let the decode impl write the cache; both impls read the same bytes."""
         self.decode.do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
 
     def do_rope_and_kv_cache_update(self, *args: Any, **kwargs: Any) -> None:
-        """Likewise."""
+        """Let the decode impl rotate and write the cache; both impls read the same bytes."""
         self.decode.do_rope_and_kv_cache_update(*args, **kwargs)
 
     def forward(
@@ -68,7 +68,7 @@ class MixedImpl(DenseImpl):
         *,
         output_lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See the base class; errors as of the two impls."""
+        """See the base class; raises the errors of both impls."""
         if attn_metadata is None:
             return output.zero_()
         cut = attn_metadata.num_decode_tokens

@@ -1,4 +1,4 @@
-"""TORCH_REF: dense attention in plain torch, row by row."""
+"""TORCH_REF: dense attention in plain torch, request by request."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from specs.layouts import KVViews
 
 
 class TorchRefImpl(DenseImpl):
-    """Every feature a dense backend of this library may offer, at reference speed."""
+    """Computes every feature that a dense backend may offer, at reference speed."""
 
     def do_kv_cache_update(
         self,
@@ -82,7 +82,7 @@ class TorchRefImpl(DenseImpl):
         *,
         output_lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of this step's tokens; see the base class.
+        """Compute attention of this step's tokens; see the base class.
 
         Raises:
             NotImplementedError: with ``output_block_scale``.
@@ -131,7 +131,11 @@ class TorchRefImpl(DenseImpl):
         output_scale: torch.Tensor | None,
         lse: torch.Tensor | None,
     ) -> KVViews:
-        """What is attended, of the cache or as it came; every tensor fits layer and step."""
+        """The keys and values to attend: those of the cache, or those of an encoder's call.
+
+        Raises:
+            ValueError: a tensor that does not fit the layer or the step.
+        """
         tokens = metadata.num_actual_tokens
         if self.attn_type.is_cached:
             keys = self._views(kv_cache, query.dtype)

@@ -1,4 +1,4 @@
-"""TRITON_ATTN: dense attention in Triton; launches what the metadata says."""
+"""TRITON_ATTN: dense attention in Triton; launches the kernels that the builder's record names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ if TYPE_CHECKING:
 
 
 class TritonAttentionImpl(CachedImpl):
-    """Split-KV kernel for few query tokens, tiled kernel for many, on every GPU."""
+    """Runs the split-KV kernel for few query tokens and the prefill kernel for many.
+
+    The portable kernels run on every GPU. On Hopper, the Hopper kernels run steps that are planned
+    for them.
+    """
 
     supports_dcp = True
     supports_mtp_with_cp_non_trivial_interleave_size = True
@@ -49,7 +53,8 @@ class TritonAttentionImpl(CachedImpl):
             and rules.sliding_window is None
             and rules.attention_chunk_size is None
         )
-        """The mask is causality alone, so that a prefix is seen whole and positions may shift."""
+        """Whether the mask is causality alone: then every query sees a shared prefix whole, and
+        positions may shift."""
         self._is_scaled = self.cache_dtype.quant_mode is KVQuantMode.FP8_PER_TENSOR
         self._on_device: dict[torch.device, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
         self._launchers: dict[bool, DenseLauncher] = {}
@@ -109,7 +114,7 @@ class TritonAttentionImpl(CachedImpl):
         if launcher is None:
             launcher = self._launchers[clamps] = self._new_launcher(clamps)
         k_scale, v_scale = scales_of(layer) if self._is_scaled else (None, None)
-        # By position, which is cheaper.
+        # Positional arguments cost less than keywords.
         tensors = launcher.tensors(
             query,
             keys,
@@ -133,8 +138,9 @@ class TritonAttentionImpl(CachedImpl):
         return output
 
     def _check_clamp(self, step: TritonAttentionMetadata) -> None:
-        """Check that ranges which end with the layer's window end with that of R-SWA too: a kernel
-        is given one window.
+        """Check that the layer's window, at which ranges end, is also the window of R-SWA.
+
+        A kernel takes one window only.
 
         Raises:
             NotImplementedError: the two windows differ.
@@ -160,25 +166,30 @@ class TritonAttentionImpl(CachedImpl):
     ) -> None:
         """Compile every kernel variant that serving this layer will need, by running small steps.
 
-        What makes a variant: the layer (head counts and sizes, window, chunk, soft cap, ALiBi,
-        sinks, KV cache dtype, per-head scales); the builder's configuration (tiles, limits, block
-        size, batch invariance, R-SWA); strides and alignment of the cache; dtype and stride of the
-        query; whether a log-sum-exp or fp8 output is asked for (call it once for each); whether a
-        batch may be non-causal, causal per request, hold multimodal ranges or a shared prefix.
-        Lengths, batch sizes and the number of ranges make none.
+        A variant depends on:
 
-        The cache is read (block 0) and not written; of the builder's buffers the plan is
-        overwritten, and with ``shared_prefix`` those of cascade attention are allocated.
+        - the layer: head counts and sizes, window, chunk, soft cap, ALiBi, sinks, KV cache dtype,
+          per-head scales;
+        - the builder's configuration: tiles, limits, block size, batch invariance, R-SWA;
+        - the strides and the alignment of the cache, and the dtype and the stride of the query;
+        - whether a log-sum-exp or fp8 output is asked for (call this method once for each);
+        - whether a batch may be non-causal, be causal per request, hold multimodal ranges or have a
+          shared prefix.
+
+        It does not depend on lengths, batch sizes or the number of ranges.
+
+        The cache is read (block 0) and not written. The builder's plan is overwritten. With
+        ``shared_prefix`` the buffers of cascade attention are allocated.
 
         Args:
             layer: scales of the layer.
-            kv_cache: its cache, in the layout to be served; ignored by encoders.
-            builder: of this triple, for the layer's group.
-            query_dtype: of query, key, value and plain output.
-            with_lse: ``forward`` will be given ``output_lse``.
-            output_scale: what ``forward`` will be given; the output is then fp8.
+            kv_cache: the layer's cache, in the layout to be served; ignored by encoders.
+            builder: this triple's builder, for the layer's group.
+            query_dtype: dtype of query, key and value, and of an output that is not fp8.
+            with_lse: whether ``forward`` will be given ``output_lse``.
+            output_scale: the scale that ``forward`` will be given; the output is then fp8.
             query_stride: elements from a token to the next in ``query``; None where it is dense.
-            **features: of :meth:`TritonAttentionMetadataBuilder.warm_up_batches`.
+            **features: arguments of :meth:`TritonAttentionMetadataBuilder.warm_up_batches`.
         """
         device = builder.device
         heads, size, size_v = self.num_heads, self.head_size, self.head_size_v
@@ -193,7 +204,7 @@ class TritonAttentionImpl(CachedImpl):
                 key = query.new_zeros(tokens, self.num_kv_heads, size)
                 value = query.new_zeros(tokens, self.num_kv_heads, size_v)
                 output = query.new_zeros(tokens, heads, size_v, dtype=output_dtype)
-                # Only where asked for: an engine's wrapper around forward may not know it.
+                # Pass output_lse only if asked: an engine's wrapper of forward may not take it.
                 lse = query.new_empty(tokens, heads, dtype=torch.float32)
                 asked: dict[str, Any] = {"output_lse": lse} if with_lse else {}
                 if self.kv_sharing_target_layer_name is None:
@@ -231,10 +242,10 @@ class TritonAttentionImpl(CachedImpl):
     def _constants(
         self, device: torch.device, stripe: Stripe | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Sinks and ALiBi slopes on the device: themselves, or what the first call copied there.
+        """Sinks and ALiBi slopes on ``device``; the first call copies them there if need be.
 
-        Ranks that share a request's keys sum their states, so that one of them counts the sinks:
-        rank 0, which keeps position 0 and so has a key of every row that has any.
+        Ranks that share a request's keys merge their states, so that only one rank may count the
+        sinks. It is rank 0, which holds position 0: it has a key of every row that has any key.
         """
         constants = self.sinks, self.alibi_slopes
         if any(tensor is not None and tensor.device != device for tensor in constants):
@@ -249,9 +260,9 @@ class TritonAttentionImpl(CachedImpl):
 
 
 def _attend_shared(launcher: DenseLauncher, shared: SharedPrefix, tensors: DenseTensors) -> None:
-    """Attention over the prefix and over the rest, then both merged.
+    """Attend to the shared prefix and to each request's own keys, then merge both states.
 
-    Sinks join the softmax once, with the part that every row has: its own.
+    Sinks must join the softmax once. They join with the own keys, which every row has.
     """
     check_lengths(tensors.num_tokens, tensors.query, tensors.output, tensors.lse)
     outputs, lses = shared.outputs, shared.lses
@@ -269,17 +280,17 @@ def _attend_shared(launcher: DenseLauncher, shared: SharedPrefix, tensors: Dense
 
 
 def _clamps_ranges(layer: AttentionLayer) -> bool:
-    """Multimodal ranges obey the window only where the layer says so."""
+    """Whether multimodal ranges end at the layer's window; they do only where the layer says so."""
     return bool(getattr(layer, "mm_prefix_clamp_sliding_window", False))
 
 
 def _debug_read(
     step: TritonAttentionMetadata, kv_cache: torch.Tensor, attn_type: AttentionType
 ) -> None:
-    """Every block that is read lies in the cache, and every token has its slot."""
+    """Check that every block to be read lies in the cache, and that every token has its slot."""
     if attn_type is AttentionType.DECODER:
         debug_slots(step.slot_mapping, step.num_actual_tokens)
-    # A rank of several has blocks for its own tokens of a request only.
+    # One rank of several has blocks for its own tokens of a request only.
     span = kv_cache.shape[2] * (1 if step.stripe is None else step.stripe.size)
     debug_read(step.block_table, step.seq_lens, kv_cache.shape[0], span)
 
@@ -287,7 +298,7 @@ def _debug_read(
 def _rows_of(
     key: torch.Tensor | None, value: torch.Tensor | None, num_tokens: int, attn_type: AttentionType
 ) -> KVViews:
-    """Keys and values that came with the query."""
+    """The keys and values that came with the query, at least ``num_tokens`` rows of each."""
     keys = given_rows(key, value, attn_type)
     check_lengths(num_tokens, keys.key, keys.value, None)
     return keys

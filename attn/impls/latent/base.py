@@ -1,4 +1,4 @@
-"""What latent impls share: the cache's rows, and prefill with keys of every head."""
+"""The base of latent impls: cache writes, and prefill over keys expanded for every head."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 
 class LatentImpl(MLAAttentionImpl):
-    """Cache writes, and prefill expanded by the library's own kernels: all but ``forward_mqa``."""
+    """Writes the cache, and runs expanded prefill by the library's own kernels.
+
+    A subclass adds ``forward_mqa``.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """The arguments of :class:`MLAAttentionImpl`.
@@ -59,7 +62,7 @@ class LatentImpl(MLAAttentionImpl):
         write_kv(key, value, views, slot_mapping, scale, scale, cache_dtype)
 
     def fused_rope_kvcache_supported(self) -> bool:
-        """Layers that write a cache of their own."""
+        """Whether the layer writes a cache of its own."""
         return self.kv_sharing_target_layer_name is None
 
     def do_rope_and_kv_cache_update(
@@ -103,7 +106,11 @@ class LatentImpl(MLAAttentionImpl):
         model_dtype: torch.dtype,
         slot_mapping: torch.Tensor,
     ) -> KVViews:
-        """Rows of the cache as what is written: of the two, it is keys that RoPE rotates."""
+        """The cache's rows as the K and V of a dense cache write.
+
+        The rotary part takes the place of K, which that write rotates under RoPE. The latent part
+        takes the place of V.
+        """
         if debug_enabled():
             num_blocks, block_size = kv_cache.shape[:2]
             check_slots(slot_mapping, block_size, num_blocks)
@@ -121,17 +128,20 @@ class LatentImpl(MLAAttentionImpl):
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
     ) -> None:
-        """Expanded prefill: context from the cache, new tokens as they came.
+        """Compute prefill rows over keys and values that are expanded for every head.
+
+        New tokens are expanded from ``kv_c_normed`` and ``k_pe``, the context from the cache, one
+        chunk at a time. The states of new tokens and of all chunks are merged.
 
         Args:
-            q: as of :meth:`forward_mha`, and so are the others.
-            kv_c_normed: likewise.
-            k_pe: likewise.
-            kv_c_and_k_pe_cache: likewise.
-            prefill: what of a record is for these rows.
-            k_scale: likewise.
-            output: likewise.
-            output_scale: likewise.
+            q: ``[T_prefill, H, P + r]``, nope then rope.
+            kv_c_normed: ``[T_prefill, L]`` new latents.
+            k_pe: ``[T_prefill, 1, r]`` or ``[T_prefill, r]`` new rotary keys.
+            kv_c_and_k_pe_cache: ``[N, block_size, row]``.
+            prefill: the part of a record that is for these rows.
+            k_scale: fp32 scalar of a per-tensor fp8 cache.
+            output: ``[T_prefill, H * V]``, written in place.
+            output_scale: fp32 scalar; ``output`` is then fp8.
         """
         check_scale(k_scale, self.cache_dtype)
         check_expanded(self, q, kv_c_normed, k_pe, output, prefill.num_tokens, output_scale)
@@ -169,7 +179,7 @@ class LatentImpl(MLAAttentionImpl):
         scale: torch.Tensor,
         output_scale: torch.Tensor | None = None,
     ) -> None:
-        """New tokens among themselves, over keys and values that are expanded already.
+        """Attend the new tokens to each other, over keys and values that are expanded already.
 
         Args:
             q: ``[T_prefill, H, P + r]``.
@@ -185,7 +195,7 @@ class LatentImpl(MLAAttentionImpl):
         self._attender().attend(step, tensors)
 
     def _expand(self, latent: torch.Tensor, rope: torch.Tensor, into: KVViews, **rows: Any) -> None:
-        """Keys ``[S, H, P + r]`` and values ``[S, H, V]`` of latent rows."""
+        """Expand latent rows into keys ``[S, H, P + r]`` and values ``[S, H, V]``."""
         from attn.kernels.latent.expand import expand_call
         from builders.launch.launcher import launch
 
@@ -197,7 +207,7 @@ class LatentImpl(MLAAttentionImpl):
         launch(call)
 
     def _workspace(self, like: torch.Tensor, *rows: int) -> KVViews:
-        """Room for expanded keys and values."""
+        """Allocate room for expanded keys ``[*rows, H, P + r]`` and values ``[*rows, H, V]``."""
         return KVViews(
             like.new_empty(*rows, self.num_heads, self.qk_head_dim),
             like.new_empty(*rows, self.num_heads, self.v_head_dim),
@@ -206,7 +216,7 @@ class LatentImpl(MLAAttentionImpl):
     def _fields(
         self, kv_cache: torch.Tensor, cache_dtype: CacheDType, model_dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[N, P, L]`` and ``[N, P, r]`` of the cache, in the stored type."""
+        """Views of the cache's latent ``[N, P, L]`` and rotary ``[N, P, r]`` parts, as stored."""
         model = DType.parse(model_dtype)
         element = model if cache_dtype.is_quantized else cache_dtype.element(model)
         row = latent_format_of(cache_dtype).row(self.kv_lora_rank, self.qk_rope_head_dim, element)
@@ -216,7 +226,7 @@ class LatentImpl(MLAAttentionImpl):
     def _check_cache(
         self, step: AttentionMetadata, kv_cache: torch.Tensor, model_dtype: torch.dtype
     ) -> None:
-        """The cache is of the kind that the step was built for."""
+        """Check that the cache is of the kind that the step was built for."""
         stored = latent_element(self.cache_dtype, DType.parse(model_dtype))
         step.check_cache(kv_cache.shape[1], stored.torch)
 

@@ -1,4 +1,4 @@
-"""TORCH_REF_MLA and TORCH_REF_SPARSE_MLA: latent attention in plain torch, row by row."""
+"""TORCH_REF_MLA and TORCH_REF_SPARSE_MLA: latent attention in torch, request by request."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from specs.rows import RowFormat, latent_element, latent_format_of
 
 @dataclass(frozen=True)
 class _LatentCache:
-    """A cache tensor with what is needed to read it."""
+    """A cache tensor, with the scale, row format and type that reading it needs."""
 
     tensor: torch.Tensor
     k_scale: torch.Tensor
@@ -41,13 +41,13 @@ class _LatentCache:
     compute: torch.dtype
 
     def read(self, table_row: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """Real rows ``[stop - start, L + r]`` of one request."""
+        """Read positions ``start`` to ``stop`` of one request: rows ``[stop - start, L + r]``."""
         return read_latent(
             self.tensor, table_row, start, stop, self.k_scale, self.row, self.compute
         )
 
     def read_positions(self, table_row: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Real rows ``[S, L + r]`` at ``[S]`` positions of one request."""
+        """Read the rows at ``[S]`` positions of one request, as real rows ``[S, L + r]``."""
         fields = {
             name: gather_positions(view, table_row, positions)
             for name, view in latent_views(self.tensor, self.row).items()
@@ -56,13 +56,13 @@ class _LatentCache:
 
 
 class TorchRefMLAImpl(MLAAttentionImpl):
-    """Absorbed decode and expanded prefill, at reference speed."""
+    """Computes absorbed decode and expanded prefill at reference speed."""
 
     can_return_lse_for_decode = True
     supports_sliding_window: ClassVar[bool] = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """The arguments of :class:`MLAAttentionImpl`."""
+        """Take the arguments of :class:`MLAAttentionImpl`."""
         super().__init__(*args, **kwargs)
         self.latent_format = latent_format_of(self.cache_dtype)
         self.rules = AttentionRules(scale=self.scale, sliding_window=self.sliding_window)
@@ -79,7 +79,7 @@ class TorchRefMLAImpl(MLAAttentionImpl):
         k_scale: torch.Tensor,
         query_dtype: torch.dtype,
     ) -> _LatentCache:
-        """The cache, of the kind that the step was built for."""
+        """The cache, after a check that it is of the kind that the step was built for."""
         check_scale(k_scale, self.cache_dtype)
         stored = latent_element(self.cache_dtype, DType.parse(query_dtype))
         metadata.check_cache(kv_cache.shape[1], stored.torch)
@@ -108,7 +108,7 @@ class TorchRefMLAImpl(MLAAttentionImpl):
         write_latent(kv_c_normed, k_pe, kv_cache, slot_mapping, scale, row)
 
     def fused_rope_kvcache_supported(self) -> bool:
-        """Layers that write a cache of their own."""
+        """Whether the layer writes a cache of its own."""
         return self.kv_sharing_target_layer_name is None
 
     def do_rope_and_kv_cache_update(
@@ -125,7 +125,7 @@ class TorchRefMLAImpl(MLAAttentionImpl):
         k_scale: torch.Tensor,
         skip_scale: bool = False,
     ) -> None:
-        """Rotate both rotary parts in place, then write; see the base class."""
+        """Rotate both rotary parts in place, then write latent rows; see the base class."""
         check_latent_rows(self, kv_c_normed, k_pe, slot_mapping, k_scale)
         rotary = k_pe if k_pe.dim() == 3 else k_pe[:, None]
         count = len(slot_mapping)
@@ -143,7 +143,7 @@ class TorchRefMLAImpl(MLAAttentionImpl):
         attn_metadata: TorchRefMLAMetadata,
         layer: AttentionLayer,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Absorbed decode; see the base class."""
+        """Compute decode rows with absorbed queries; see the base class."""
         query = torch.cat(latent_query(self, q), dim=-1)
         cache = self._cache(attn_metadata, kv_c_and_k_pe_cache, k_scale_of(layer), query.dtype)
         out = query.new_zeros((*query.shape[:2], self.kv_lora_rank))
@@ -181,7 +181,7 @@ class TorchRefMLAImpl(MLAAttentionImpl):
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
     ) -> None:
-        """Expanded prefill: context from the cache, new tokens as they came; see the base class."""
+        """Compute prefill rows over expanded keys and values; see the base class."""
         if attn_metadata.prefill is None:
             return
         count = attn_metadata.prefill.query_starts[-1]
@@ -193,7 +193,7 @@ class TorchRefMLAImpl(MLAAttentionImpl):
         rows = output.view(len(output), self.num_heads, self.v_head_dim)
         for tokens, num_keys, table_row in _rows(attn_metadata.prefill):
             context = max(0, num_keys - (tokens.stop - tokens.start))
-            # Before the first token's window nothing is seen, nor need it still be there.
+            # Keys before the first token's window are not seen, and their blocks may be freed.
             first = 0 if self.sliding_window is None else max(0, context - self.sliding_window + 1)
             latents = torch.cat([cache.read(table_row, first, context), new[tokens]])
             read = self._expanded_reader(latents, first)
@@ -206,18 +206,21 @@ class TorchRefMLAImpl(MLAAttentionImpl):
     def _expanded_reader(
         self, latents: torch.Tensor, first: int
     ) -> Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]:
-        """Of latent rows from position ``first`` on, keys and values."""
+        """A function that gives expanded keys and values by position.
+
+        ``latents [S, L + r]`` are the latent rows from position ``first`` on.
+        """
         return partial(_slice_expanded, *expand_latent(latents, self.W_UK, self.W_UV), first)
 
 
 class TorchRefSparseMLAImpl(TorchRefMLAImpl):
-    """Top-k sparse latent attention: each token attends the positions its indexer listed."""
+    """Computes top-k sparse latent attention: a token attends the positions its indexer lists."""
 
     is_sparse: ClassVar[bool] = True
     supports_sliding_window: ClassVar[bool] = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """The arguments of :class:`MLAAttentionImpl`; ``indexer`` is needed.
+        """Take the arguments of :class:`MLAAttentionImpl`; ``indexer`` is needed.
 
         Raises:
             ValueError: no indexer, or one without ``topk_indices_buffer [max_tokens, K]``.
@@ -235,7 +238,7 @@ class TorchRefSparseMLAImpl(TorchRefMLAImpl):
         first_token: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         listed = self.indexer.topk_indices_buffer[first_token : first_token + len(query)]
-        # Lists of padding rows are stale: nothing past the sequence may be read.
+        # The lists of padding rows are stale, and nothing past the sequence may be read.
         listed = listed.where(listed < num_keys, -1)
         read = partial(cache.read_positions, table_row)
         return attend_topk(query, listed, read, self.kv_lora_rank, self.scale)
@@ -251,12 +254,12 @@ class TorchRefSparseMLAImpl(TorchRefMLAImpl):
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
     ) -> None:
-        """Never needed: this triple's builder sends every row to :meth:`forward_mqa`."""
+        """Raise: this triple's builder sends every row to :meth:`forward_mqa`."""
         raise NotImplementedError("sparse rows, prefill included, run in forward_mqa")
 
 
 def _rows(phase: LatentRows) -> list[tuple[slice, int, torch.Tensor]]:
-    """Tokens, KV length and table row of each request that has tokens."""
+    """The tokens, the KV length and the table row of each request that has tokens."""
     starts = phase.query_starts
     return [
         (slice(starts[row], starts[row + 1]), num_keys, phase.block_table[row])
@@ -266,7 +269,7 @@ def _rows(phase: LatentRows) -> list[tuple[slice, int, torch.Tensor]]:
 
 
 def _debug_read(phase: LatentRows, kv_cache: torch.Tensor) -> None:
-    """Check a phase's tables against the cache; rows count from the phase's first."""
+    """When debugging, check that every block a phase reads lies in the cache."""
     if not debug_enabled():
         return
     num_blocks, block_size = kv_cache.shape[:2]

@@ -1,4 +1,4 @@
-"""TRITON_MLA: latent attention in Triton; launches what the metadata says."""
+"""TRITON_MLA: latent attention in Triton; launches the kernels that the builder's record names."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class TritonMLAImpl(LatentImpl):
-    """Absorbed decode over the latent cache, expanded prefill over it in chunks."""
+    """Computes absorbed decode over the latent cache, and expanded prefill in chunks of context."""
 
     can_return_lse_for_decode = True
     supports_sliding_window: ClassVar[bool] = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """The arguments of :class:`MLAAttentionImpl`.
+        """Take the arguments of :class:`MLAAttentionImpl`.
 
         Raises:
             NotImplementedError: a KV cache dtype without latent rows.
@@ -53,13 +53,13 @@ class TritonMLAImpl(LatentImpl):
         attn_metadata: TritonMLAMetadata,
         layer: AttentionLayer,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Absorbed decode; see the base class."""
+        """Compute decode rows with absorbed queries; see the base class."""
         query, rotary = latent_query(self, q)
         step = attn_metadata.decode
         out = query.new_empty((*query.shape[:2], self.kv_lora_rank))
         lse = query.new_empty(query.shape[:2], dtype=torch.float32)
         if step is None or _has_padding(query, attn_metadata.num_covered_tokens):
-            # Its rows go through the projection that follows.
+            # Padding rows go through the projection that follows, so they must hold numbers.
             out.zero_()
             lse.fill_(float("-inf"))
         if step is None:
@@ -91,7 +91,7 @@ class TritonMLAImpl(LatentImpl):
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
     ) -> None:
-        """Expanded prefill: context from the cache, new tokens as they came; see the base class."""
+        """Compute prefill rows over expanded keys and values; see the base class."""
         prefill = attn_metadata.prefill
         if prefill is None:
             return
@@ -112,17 +112,18 @@ class TritonMLAImpl(LatentImpl):
     ) -> None:
         """Compile every kernel variant that serving this layer will need, by running small steps.
 
-        What makes a variant: the layer (heads, widths, KV cache dtype), the builder's configuration
-        (tiles, limits, block size), strides and alignment of the cache, dtype of the query, and
-        whether prefill is to write fp8 (call it once for each). Lengths and batch sizes make none.
-        The cache is read (block 0) and not written; the builder's plan is overwritten.
+        A variant depends on the layer (heads, widths, KV cache dtype), the builder's configuration
+        (tiles, limits, block size), the strides and the alignment of the cache, the dtype of the
+        query, and whether prefill writes fp8 (call this method once for each). It does not depend
+        on lengths or batch sizes. The cache is read (block 0) and not written; the builder's plan
+        is overwritten.
 
         Args:
             layer: scales of the layer.
-            kv_cache: its cache, in the layout to be served.
-            builder: of this triple, for the layer's group.
-            query_dtype: of queries, latents and plain output.
-            output_scale: what :meth:`forward_mha` will be given; its output is then fp8.
+            kv_cache: the layer's cache, in the layout to be served.
+            builder: this triple's builder, for the layer's group.
+            query_dtype: dtype of queries and latents, and of an output that is not fp8.
+            output_scale: the scale that :meth:`forward_mha` will be given; its output is then fp8.
 
         Raises:
             ValueError: :meth:`process_weights_after_loading` was not called.
@@ -141,7 +142,8 @@ class TritonMLAImpl(LatentImpl):
                 )
                 query = blank(count, self.num_heads, self.qk_head_dim)
                 if record.decode is not None:
-                    # As an engine has it: absorbed head by head, the rotary part a slice.
+                    # An engine absorbs queries head by head, and slices the rotary part: these
+                    # are its strides.
                     absorbed = blank(self.num_heads, count, self.kv_lora_rank).transpose(0, 1)
                     rotary = query[..., self.qk_nope_head_dim :]
                     self.forward_mqa((absorbed, rotary), kv_cache, record, layer)
@@ -156,7 +158,11 @@ class TritonMLAImpl(LatentImpl):
         run_compiled(run_steps, builder.device)
 
     def _check_step(self, metadata: TritonMLAMetadata) -> None:
-        """A step that is planned for other rows, or leaves keys out that the layer sees."""
+        """Check that the step is planned for this layer's latent rows and window.
+
+        Raises:
+            ValueError: the plan is for rows of other sizes, or leaves out keys that the layer sees.
+        """
         group, window = metadata.group, self.sliding_window
         planned = group.rank, group.rope_size
         sizes = self.kv_lora_rank, self.qk_rope_head_dim
@@ -188,7 +194,10 @@ class TritonMLAImpl(LatentImpl):
 
 
 def _has_padding(query: torch.Tensor, covered: int) -> bool:
-    """There may be rows that no request owns; in a graph they come with the steps it replays."""
+    """Whether there may be rows that no request owns.
+
+    A captured graph is replayed for other steps, so it must expect such rows in any case.
+    """
     if query.shape[0] > covered:
         return True
     return query.is_cuda and torch.cuda.is_current_stream_capturing()

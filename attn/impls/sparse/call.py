@@ -1,4 +1,4 @@
-"""One call of a kernel of sparse latent attention, whoever's kernel it is."""
+"""The arguments of one call of sparse latent attention, by the library's or a vendor's kernel."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ from specs.rows import RowFormat
 
 @dataclass(frozen=True)
 class SparseCall:
-    """One call of a kernel: query rows, and the rows that they list."""
+    """One call of a kernel: query rows, and the cache rows that they list."""
 
     query: torch.Tensor
-    """``[T, H, L]``, absorbed."""
+    """``[T, H, L]``, absorbed queries."""
     rotary: torch.Tensor
-    """``[T, H, r]``."""
+    """``[T, H, r]``, rotary part of the queries."""
     rows: torch.Tensor
     """``[N, P, row]``: the cache, or converted rows as one block."""
     row: RowFormat
-    """What they are."""
+    """Format of ``rows``."""
     indices: torch.Tensor
-    """``[T, width]`` int32 ``block * P + offset``; -1 for none."""
+    """``[T, width]`` int32, listed rows as ``block * P + offset``; -1 is no row."""
     lens: torch.Tensor | None
-    """``[T]`` int32: entries at the front of a list that count; None for all but -1."""
+    """``[T]`` int32: number of entries at the front of a list that count. None: all but -1."""
     scale: float
+    """Multiplies q.k before the softmax."""
     k_scale: torch.Tensor
-    """fp32 scalar, of rows with one scale per tensor."""
+    """fp32 scalar, scale of rows with one scale per tensor."""
     out: torch.Tensor
     """``[T, H, L]``, written."""
     lse: torch.Tensor
     """``[T, H]`` fp32, natural log, written; -inf, and zeros in ``out``, for an empty list."""
     planned: PlannedCalls | None = None
-    """Of a kernel of others: what its calls of the step share."""
+    """What all calls of a vendor's kernel in the step share, where the call needs it."""
     q_scale: torch.Tensor | None = None
-    """fp32 scalar, of a query in e4m3: real = stored * scale. None is 1."""
+    """fp32 scalar, scale of a query in e4m3: real = stored * scale. None is 1."""
     launch: SparseLaunch | None = None
-    """Of the library's own kernel."""
+    """How the library's own kernel is launched, where the call needs it."""

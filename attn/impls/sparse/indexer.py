@@ -1,4 +1,4 @@
-"""The indexer of a sparse layer: from its queries, keys and weights to what each row attends."""
+"""The indexer of a sparse layer: scores keys, and lists the keys that each row attends."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from builders.sparse.indexer import (
 
 @dataclass(frozen=True)
 class IndexInputs:
-    """What a layer gives its indexer in a step."""
+    """The tensors that a layer gives its indexer in a step, and the step's record."""
 
     query: torch.Tensor
     """``[T, Hi, Di]``, e4m3 (its scale is part of the weights) or a model dtype."""
     key: torch.Tensor
-    """``[T, Di]``."""
+    """``[T, Di]``, this step's keys."""
     weights: torch.Tensor
-    """``[T, Hi]`` fp32."""
+    """``[T, Hi]`` fp32, the weight of each head's score."""
     kv_cache: torch.Tensor
     """``[N, 64, Di + 4]`` uint8, planar pages."""
     metadata: IndexerMetadata
-    """Of :class:`builders.sparse.indexer.IndexerMetadataBuilder`."""
+    """The record that :class:`builders.sparse.indexer.IndexerMetadataBuilder` built."""
 
 
 class SparseIndexer:
-    """Scores all that a row sees and lists the best of it, for the layer's attention to read."""
+    """Scores all keys that a row sees, and lists the best of them for the layer's attention."""
 
     def __init__(self, topk_indices_buffer: torch.Tensor) -> None:
         """
@@ -64,19 +64,20 @@ class SparseIndexer:
     def do_kv_cache_update(
         self, k_index: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        """Quantise this step's keys and write them; slot -1 is skipped.
+        """Quantise this step's keys and write them to the cache; slot -1 is skipped.
 
         Args:
             k_index: ``[T, Di]``.
             kv_cache: ``[N, 64, Di + 4]`` uint8.
-            slot_mapping: ``[<= T]`` integer, of the indexer's pages.
+            slot_mapping: ``[<= T]`` integer, slots in the indexer's pages.
         """
         write_index_keys(k_index, kv_cache, slot_mapping)
 
     def forward(self, inputs: IndexInputs) -> torch.Tensor:
-        """Write this step's keys, then the lists of its rows: positions in their requests.
+        """Write this step's keys to the cache, then the list of each row.
 
-        Among equal logits the lower positions are taken; a row's entries rise, -1 comes last.
+        A list holds positions in the row's request, in ascending order; -1 fills its end. Among
+        keys with equal logits, lower positions are taken first.
 
         Returns:
             ``[T, K]``, a view of the buffer, for the record's tokens.
@@ -111,16 +112,16 @@ class SparseIndexer:
     ) -> None:
         """Compile every kernel variant that serving will need, by running small steps.
 
-        What makes a variant: heads and dtype of queries, dtype of keys, strides of the cache, the
-        builder's configuration, and how many pages a program takes, of which there are some
-        numbers. Block 0 of the cache is read; the builder's buffers and the front of the lists are
-        overwritten.
+        A variant depends on heads and dtype of queries, the dtype of keys, the strides of the
+        cache, the builder's configuration, and the number of pages that a program takes. The small
+        steps cover every such number. Block 0 of the cache is read; the builder's buffers and the
+        front of the lists are overwritten.
 
         Args:
-            query: ``[1, Hi, Di]``, any content: of the type that will be given.
-            key: ``[1, Di]``, likewise.
+            query: ``[1, Hi, Di]`` of any content, in the dtype that will be served.
+            key: ``[1, Di]`` of any content, in the dtype that will be served.
             kv_cache: ``[N, 64, Di + 4]`` uint8.
-            builder: of the indexer's group.
+            builder: the builder of the indexer's group.
         """
 
         def run_steps() -> None:
@@ -134,7 +135,7 @@ class SparseIndexer:
             for rows, blocks in index_launches(query, *builder.most_scored):
                 queries = query.new_zeros(()).expand(rows, *query.shape[1:]).contiguous()
                 weights = torch.zeros(queries.shape[:2], device=query.device)
-                # Rows that see nothing, of one request.
+                # These rows of one request see no key: only the shapes matter here.
                 table, seen = (
                     torch.zeros(shape, dtype=torch.int32, device=query.device)
                     for shape in ((1, blocks), (rows,))
@@ -145,7 +146,7 @@ class SparseIndexer:
         run_compiled(run_steps, builder.device)
 
     def _score(self, inputs: IndexInputs, rows: IndexRows, group: IndexGroup) -> None:
-        """Logits and lists of a group, chunk by chunk."""
+        """Compute the logits and lists of a group, chunk by chunk."""
         keys, lens = group.keys, rows.lengths
         if keys is not None:
             gather_index_keys(inputs.kv_cache, keys.slots, keys.data, keys.scale)
@@ -167,7 +168,7 @@ class SparseIndexer:
 
 
 def _places(rows: IndexRows, chunk: IndexChunk) -> tuple[slice, slice]:
-    """A chunk's rows in its phase, and in the batch."""
+    """The rows of a chunk: in its phase, and in the batch."""
     stop = chunk.first_row + len(chunk.logits)
     first = rows.first_token
     return slice(chunk.first_row, stop), slice(first + chunk.first_row, first + stop)

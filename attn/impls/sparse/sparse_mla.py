@@ -1,4 +1,4 @@
-"""SPARSE_MLA: top-k sparse latent attention; launches what the metadata says."""
+"""SPARSE_MLA: top-k sparse latent attention; calls the kernels that the builder's record names."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ ATTENDERS: Final[dict[SparseKernel, Callable[[SparseCall], None]]] = {
     SparseKernel.FLASHINFER_MLA: attend_by_flashinfer_mla,
     SparseKernel.TRTLLM: attend_by_trtllm,
 }
-"""What calls each kernel; ``builders.sparse.choice.CALLED`` names the same."""
+"""The function that calls each kernel; ``builders.sparse.choice.CALLED`` has the same kernels."""
 
 
 class SparseMLAImpl(MLAAttentionImpl):
-    """Every row, of prefill and of decode, attends the positions that the indexer listed for it."""
+    """Computes each row of prefill and decode over the positions that the indexer listed for it."""
 
     is_sparse: ClassVar[bool] = True
     can_return_lse_for_decode = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """The arguments of :class:`MLAAttentionImpl`; ``indexer`` is needed.
+        """Take the arguments of :class:`MLAAttentionImpl`; ``indexer`` is needed.
 
         Raises:
             ValueError: no indexer, or one without ``topk_indices_buffer [max_tokens, K]``.
@@ -81,7 +81,7 @@ class SparseMLAImpl(MLAAttentionImpl):
         write_latent_rows(kv_c_normed, rope, kv_cache, slot_mapping, scale, row)
 
     def fused_rope_kvcache_supported(self) -> bool:
-        """Layers that write a cache of their own, of rows without block scales."""
+        """Whether the layer writes a cache of its own, of rows without block scales."""
         is_scaled = self.cache_dtype is CacheDType.FP8_DS_MLA
         return self.kv_sharing_target_layer_name is None and not is_scaled
 
@@ -123,7 +123,7 @@ class SparseMLAImpl(MLAAttentionImpl):
         attn_metadata: SparseMLAMetadata,
         layer: AttentionLayer,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """All rows of the step, decodes first; see the base class."""
+        """Compute all rows of the step, decodes first; see the base class."""
         query, rotary = latent_query(self, q)
         check_scale(k_scale_of(layer), self.cache_dtype)
         check_count("q", query, attn_metadata.num_actual_tokens)
@@ -141,7 +141,7 @@ class SparseMLAImpl(MLAAttentionImpl):
                 tensors = (query, rotary, out, lse)
                 self._attend(rows, kv_c_and_k_pe_cache, tensors, layer)
                 covered = rows.first_token + rows.num_rows
-        # Rows past the step's go through the projection that follows.
+        # Rows past the step's go through the projection that follows, so they must hold numbers.
         out[covered:] = 0
         lse[covered:] = float("-inf")
         return out, lse
@@ -157,7 +157,7 @@ class SparseMLAImpl(MLAAttentionImpl):
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
     ) -> None:
-        """Never needed: this triple's builder sends every row to :meth:`forward_mqa`."""
+        """Raise: this triple's builder sends every row to :meth:`forward_mqa`."""
         raise NotImplementedError("sparse rows, prefill included, run in forward_mqa")
 
     def warm_up(
@@ -169,17 +169,19 @@ class SparseMLAImpl(MLAAttentionImpl):
     ) -> None:
         """Compile every kernel variant that serving this layer will need, by running small steps.
 
-        What makes a variant: the layer (heads, widths, KV cache dtype), the builder's configuration
-        (kernels, limits, block size), strides and alignment of the cache, dtype of the query, and
-        how rows are cut for the device, of which there are some ways. Lengths and batch sizes make
-        none besides. The cache is neither read nor written; the builder's buffers and the front of
-        the indexer's lists are overwritten. The indexer's own kernels are not run.
+        A variant depends on the layer (heads, widths, KV cache dtype), the builder's configuration
+        (kernels, limits, block size), the strides and the alignment of the cache, the dtype of the
+        query, and how rows are cut for the device. The small steps cover every way of cutting.
+        Apart from that, a variant does not depend on lengths or batch sizes.
+
+        The cache is neither read nor written. The builder's buffers and the front of the indexer's
+        lists are overwritten. The indexer's own kernels are not run.
 
         Args:
             layer: scales of the layer.
-            kv_cache: its cache, in the layout to be served.
-            builder: of this triple, for the layer's group.
-            query_dtype: of queries and latents.
+            kv_cache: the layer's cache, in the layout to be served.
+            builder: this triple's builder, for the layer's group.
+            query_dtype: dtype of queries and latents.
         """
 
         def run_steps() -> None:
@@ -193,7 +195,8 @@ class SparseMLAImpl(MLAAttentionImpl):
                     *(self.kv_cache_dtype, layer._k_scale),
                 )
                 self.indexer.topk_indices_buffer[:count] = -1
-                # As an engine has it: absorbed head by head, the rotary part a slice.
+                # An engine absorbs queries head by head, and slices the rotary part: these are its
+                # strides.
                 absorbed = blank(self.num_heads, count, self.kv_lora_rank).transpose(0, 1)
                 query = blank(count, self.num_heads, self.qk_nope_head_dim + self.qk_rope_head_dim)
                 rotary = query[..., self.qk_nope_head_dim :]
@@ -215,7 +218,10 @@ class SparseMLAImpl(MLAAttentionImpl):
         tensors: tuple[torch.Tensor, ...],
         layer: AttentionLayer,
     ) -> None:
-        """The rows of one phase; ``tensors`` are query, rotary part, output and LSE of all."""
+        """Compute the rows of one phase.
+
+        ``tensors`` are query, rotary part, output and LSE of all rows of the step.
+        """
         kernel = rows.plan.kernel
         attend = ATTENDERS.get(kernel)
         if attend is None:
@@ -261,7 +267,7 @@ class SparseMLAImpl(MLAAttentionImpl):
         row: RowFormat,
         conversion: tuple[RowChunk, Callable[[], None]] | None,
     ) -> None:
-        """Some rows of a phase, over the cache or over rows that are converted first."""
+        """Compute some rows of a phase, over the cache or over rows that are converted first."""
         first = rows.first_token
         tokens = slice(first + part.start, first + part.stop)
         indices = rows.indices[part]

@@ -1,7 +1,8 @@
-"""Calls of kernels of sparse latent attention; each writes its call's output and LSE.
+"""Calls of the kernels of sparse latent attention; each function writes its call's output and LSE.
 
-Lists, lengths and rows are the kernel's already, as its plan says. Here heads are padded, scales
-applied, log-sum-exps made natural, and rows that list nothing made neutral. Nothing is read back.
+Lists, lengths and rows are already in the form that the kernel takes, as its plan says. The
+functions here pad heads, apply scales, make log-sum-exps natural, and make rows with an empty list
+neutral (output 0, LSE -inf). The host reads nothing back.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ from specs.layouts import latent_views
 from specs.rows import INDEXER_PAGE, LatentFormat
 
 MOST_SPLIT_ROWS = 512
-"""Rows that FlashMLA is given as requests, whose lists it may cut; more fill the GPU as they are,
-and its schedule has room for no end of requests."""
+"""Most rows that FlashMLA is given as requests of one row each.
+
+FlashMLA may cut the list of a request between programs. More rows fill the GPU without cuts, and
+its schedule has room for a limited number of requests: they are given as rows of one request."""
 
 
 def attend_by_triton(call: SparseCall) -> None:
-    """The library's own kernel, which reads rows of every layout."""
+    """Call the library's own kernel, which reads rows of every layout."""
     launch = call.launch
     if launch is None:
         raise ValueError("launch of the library's own kernel must be the builder's, got None")
@@ -52,7 +55,7 @@ def attend_by_triton(call: SparseCall) -> None:
 
 
 def attend_by_flashmla_sparse(call: SparseCall) -> None:
-    """FlashMLA's prefill: bf16 rows of one array."""
+    """Call FlashMLA's prefill kernel, over bf16 rows of one array."""
     planned = _planned(call)
     functions, query = planned.functions, _whole_query(call, planned.plan.padded_heads)
     rows = call.rows.view(-1, 1, call.rows.shape[-1])
@@ -63,14 +66,14 @@ def attend_by_flashmla_sparse(call: SparseCall) -> None:
 
 
 def attend_by_flashmla_kv(call: SparseCall) -> None:
-    """FlashMLA over block-scaled rows, in pages of 64."""
+    """Call FlashMLA's cache kernel, over block-scaled rows in pages of 64."""
     planned = _planned(call)
     functions, query = planned.functions, _whole_query(call, planned.plan.padded_heads)
     pages = call.rows.view(torch.uint8)
     if pages.shape[1] != INDEXER_PAGE:
-        # Converted rows are one block of whole pages.
+        # Converted rows are one block, which is a whole number of pages.
         pages = pages.view(-1, INDEXER_PAGE, pages.shape[-1])
-    # Rows of one request, or requests of one row.
+    # Axis 1 makes every row a request; axis 0 makes all rows one request.
     axis = 1 if len(query) <= MOST_SPLIT_ROWS else 0
     given = _written(call, query, functions.writes(functions.with_cache))
     if given:
@@ -90,7 +93,7 @@ def attend_by_flashmla_kv(call: SparseCall) -> None:
 
 
 def attend_by_fa3(call: SparseCall) -> None:
-    """FlashAttention 3: every row is a request, every token a page."""
+    """Call FlashAttention 3; each query row is a request, and each token is a page."""
     functions, lens = _planned(call).functions, _lens(call)
     rank, width = call.query.shape[-1], call.indices.shape[1]
     pages = call.rows.view(-1, 1, 1, call.rows.shape[-1])
@@ -134,9 +137,10 @@ def attend_by_fa3(call: SparseCall) -> None:
 
 
 def attend_by_flashinfer_mla(call: SparseCall) -> None:
-    """FlashInfer's wrapper: pages of one token, as many for each row as a list has room for.
+    """Call FlashInfer's wrapper, over pages of one token.
 
-    Lengths of a plan are the host's. A list that turns out shorter is the library's own kernel's.
+    A plan of the wrapper holds lengths known to the host, so each row is planned with as many pages
+    as its list has room for. Rows whose list is shorter run on the library's own kernel instead.
 
     Raises:
         ValueError: the step was planned with another scale than the layer's.
@@ -145,14 +149,15 @@ def attend_by_flashinfer_mla(call: SparseCall) -> None:
     rank, heads = call.query.shape[-1], planned.plan.padded_heads
     is_full = lens >= call.indices.shape[1]
     attend_by_triton(replace(call, lens=torch.where(is_full, 0, lens)))
-    # Of those some page must be there to be read.
+    # The wrapper computes the rows with shorter lists too, and needs pages to read: -1 becomes 0.
     call.indices.clamp_(min=0)
     if planned.scale != call.scale:
         raise ValueError(
             f"scale of the layer must be what the step was planned with ({planned.scale}), got "
             f"{call.scale}"
         )
-    # Rows are read as they are stored: their scale is not on the host. Powers of two are exact.
+    # The wrapper takes no scale from the device, and reads rows as they are stored. The query and
+    # the output are scaled in its place; a power of two scales exactly.
     query = _whole_query(call, heads)
     query = (query.float() * call.k_scale).to(query.dtype)
     fields = latent_views(call.rows.view(-1, 1, call.rows.shape[-1]), call.row)
@@ -177,7 +182,7 @@ def attend_by_flashinfer_mla(call: SparseCall) -> None:
 
 
 def attend_by_trtllm(call: SparseCall) -> None:
-    """trtllm-gen: a row is a request, and its list stands in place of a block table."""
+    """Call trtllm-gen; each query row is a request, and its list stands in for a block table."""
     planned, lens = _planned(call), _lens(call)
     assert planned.workspace is not None
     assert planned.counters is not None
@@ -194,7 +199,7 @@ def attend_by_trtllm(call: SparseCall) -> None:
         rows = rows.view(e4m3)
     out = torch.empty((len(query), 1, heads, rank), dtype=torch.bfloat16, device=query.device)
     lse = torch.empty((len(query), heads), dtype=torch.float32, device=query.device)
-    # A row without keys is given one, and cleared.
+    # A row without keys is computed with one key, and cleared below.
     call.indices.clamp_(min=0)
     width = call.indices.shape[1]
     planned.functions.decode(
@@ -219,7 +224,7 @@ def attend_by_trtllm(call: SparseCall) -> None:
 
 
 NOPE_SIZE = 128
-"""Of a head's query before absorption; no kernel of absorbed rows reads it."""
+"""Elements of a head's query before absorption; no kernel of absorbed queries reads the number."""
 
 
 def _planned(call: SparseCall) -> PlannedCalls:
@@ -233,7 +238,7 @@ def _lens(call: SparseCall) -> torch.Tensor:
 
 
 def _whole_query(call: SparseCall, heads: int) -> torch.Tensor:
-    """``[T, heads, L + r]``, contiguous; zeros in heads that the layer has not."""
+    """The query with its rotary part, ``[T, heads, L + r]`` contiguous; padding heads are zeros."""
     query, rotary = call.query, call.rotary
     count, own, rank = query.shape
     size = count, heads, rank + rotary.shape[-1]
@@ -246,7 +251,7 @@ def _whole_query(call: SparseCall, heads: int) -> torch.Tensor:
 
 
 def _written(call: SparseCall, query: torch.Tensor, takes_out: bool) -> dict[str, Any]:
-    """What a function writes into: the call's own output, where no head is padded."""
+    """The ``out`` argument of a function that takes one: the call's output, if it has all heads."""
     fits = takes_out and call.out.shape[:2] == query.shape[:2] and call.out.is_contiguous()
     return {"out": call.out} if fits else {}
 
@@ -256,13 +261,13 @@ def _lse_unit(
     lse: torch.Tensor,
     probe: Callable[[FlashMla, int, torch.device], torch.Tensor],
 ) -> torch.Tensor:
-    """What makes FlashMLA's log-sum-exp a natural one: an fp32 scalar on the device.
+    """The factor that makes FlashMLA's log-sum-exp natural: an fp32 scalar on the device.
 
-    Versions differ in its base. So the first call of a function on a device asks rows whose sum is
-    known; the device is not waited for.
+    Versions of FlashMLA differ in the base of the logarithm. The first call of a function on a
+    device therefore runs ``probe``: rows whose sum is known. The host does not wait for the device.
 
     Raises:
-        RuntimeError: that call is captured: a graph would ask again at every replay.
+        RuntimeError: the first call is being captured: a graph would probe at every replay.
     """
     functions, kernel, device = planned.functions, planned.plan.kernel, lse.device
     unit: torch.Tensor | None = functions.lse_units.get((kernel, device))
@@ -278,7 +283,7 @@ def _lse_unit(
 
 
 def _probe_prefill(functions: FlashMla, heads: int, device: torch.device) -> torch.Tensor:
-    """Of the prefill: 128 rows with weights of one."""
+    """Find the factor of FlashMLA's prefill, by a list of 128 entries with weights of one."""
     width, count = RANK + ROPE, 128
     query = torch.zeros((1, heads, width), dtype=torch.bfloat16, device=device)
     rows = torch.zeros((1, 1, width), dtype=torch.bfloat16, device=device)
@@ -288,7 +293,7 @@ def _probe_prefill(functions: FlashMla, heads: int, device: torch.device) -> tor
 
 
 def _probe_cached(functions: FlashMla, heads: int, device: torch.device) -> torch.Tensor:
-    """Likewise over block-scaled rows."""
+    """Find the factor of FlashMLA's cache kernel, by a list of one page with weights of one."""
     row = LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE.row(RANK, ROPE).nbytes
     query = torch.zeros((1, 1, heads, RANK + ROPE), dtype=torch.bfloat16, device=device)
     cache = torch.zeros((1, INDEXER_PAGE, 1, row), dtype=torch.uint8, device=device)
@@ -303,7 +308,10 @@ def _probe_cached(functions: FlashMla, heads: int, device: torch.device) -> torc
 
 
 def _unit(lse: torch.Tensor, count: int) -> torch.Tensor:
-    """Ln 2 where the sum of ``count`` ones is nearer its binary logarithm than its natural one."""
+    """The factor that makes ``lse``, the logarithm of the sum of ``count`` ones, natural.
+
+    It is ln 2 where ``lse`` is nearer to the binary logarithm, else 1.
+    """
     middle = (math.log(count) + math.log2(count)) / 2
     found = lse.flatten()[0].float()
     one = torch.ones_like(found)
@@ -311,7 +319,7 @@ def _unit(lse: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _finish(call: SparseCall, out: torch.Tensor, lse: torch.Tensor, is_empty: torch.Tensor) -> None:
-    """The layer's own heads; rows that list nothing are neutral."""
+    """Copy the results of the layer's own heads, and make rows with an empty list neutral."""
     heads = call.query.shape[1]
     if out.data_ptr() != call.out.data_ptr():
         call.out.copy_(out[:, :heads])

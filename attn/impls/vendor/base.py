@@ -1,4 +1,4 @@
-"""What impls over FlashInfer's dense kernels share: causal decoders, rows of the model's dtype."""
+"""The base of impls over FlashInfer's dense kernels: causal decoders, output in the model dtype."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specs.layouts import KVViews
 
 
 class VendorStep(Protocol):
-    """What every step record has."""
+    """The fields that every step record has."""
 
     num_actual_tokens: int
     query_start_loc: torch.Tensor
@@ -31,18 +31,18 @@ class VendorStep(Protocol):
 
 
 class VendorRows(Protocol):
-    """Consecutive rows of the query that one call takes."""
+    """Consecutive rows of the query, which one call takes."""
 
     first_token: int
     num_tokens: int
 
 
 class VendorImpl(CachedImpl):
-    """Checks what every call needs, then runs what the metadata says."""
+    """Checks the tensors of every call, then makes the calls that the builder's record names."""
 
     backend_name: ClassVar[str]
     unsupported: ClassVar[tuple[str, ...]]
-    """Of sinks, logits_soft_cap, alibi_slopes: features that no kernel has."""
+    """The names among sinks, logits_soft_cap and alibi_slopes of features that no kernel has."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """See :class:`attn.impls.dense.base.DenseImpl`.
@@ -66,7 +66,7 @@ class VendorImpl(CachedImpl):
         self._scales = HostScales(self.backend_name)
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """Never: outputs have the model's dtype here."""
+        """Always False: outputs have the model's dtype here."""
         return False
 
     def forward(
@@ -85,9 +85,9 @@ class VendorImpl(CachedImpl):
     ) -> torch.Tensor:
         """See the base class.
 
-        The scales of an fp8 cache, and of a query that goes with it in fp8, are read once a layer,
-        at its first call, unless the layer has them on the host (``_k_scale_float`` and so on, as
-        vLLM's layers do).
+        The host needs the scales of an fp8 cache, and of a query that goes with it in fp8. A layer
+        may have them on the host, as vLLM's layers do (``_k_scale_float`` and so on). Otherwise
+        they are read from the device once, at the layer's first call.
 
         Raises:
             NotImplementedError: with ``output_scale`` or ``output_block_scale``, or ``output_lse``
@@ -115,10 +115,13 @@ class VendorImpl(CachedImpl):
     def _check_rows(
         self, tokens: int, query: torch.Tensor, rows: torch.Tensor, lse: torch.Tensor | None
     ) -> None:
-        """Every tensor has the layer's rows, one for each token of the step, as the kernels address
-        them.
+        """Check that every tensor has the layer's rows, one for each token of the step, and strides
+        that the kernels can address.
+
+        Raises:
+            ValueError: a tensor that does not.
         """
-        # Neither len nor size, which cost three times and twice as much.
+        # shape[0] is used here since len() costs three times and size() twice as much.
         shape = self.num_heads, self.head_size
         if query.shape[1:] != shape or query.stride()[-1] != 1:
             check_rows("query", query, shape)
@@ -144,7 +147,12 @@ class VendorImpl(CachedImpl):
     def _check_step(
         self, step: Any, query: torch.Tensor, rows: torch.Tensor, lse: torch.Tensor | None
     ) -> None:
-        """The step is one of such a layer, and its kernels take these types."""
+        """Check that the step was built for a layer like this, and that its kernels take the types.
+
+        Raises:
+            ValueError: the step or a type does not fit.
+            NotImplementedError: a kernel of the step returns no LSE, but ``lse`` is given.
+        """
 
     @abstractmethod
     def _attend_step(
@@ -156,13 +164,13 @@ class VendorImpl(CachedImpl):
         output: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> None:
-        """Every call of the step. ``output`` and ``lse`` have the query's rows."""
+        """Make every call of the step. ``output`` and ``lse`` have a row for each query row."""
 
 
 def rows_of(
     part: VendorRows, query: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The part's rows of each; the tensors themselves where they are all of them."""
+    """The part's rows of query, output and LSE; the tensors themselves where it has all rows."""
     tokens = part.num_tokens
     if query.shape[0] == tokens and output.shape[0] == tokens and lse is None:
         return query, output, None

@@ -1,4 +1,4 @@
-"""FLASHINFER: dense attention by FlashInfer's wrappers; runs what the metadata planned."""
+"""FLASHINFER: dense attention by FlashInfer's wrappers, as the builder planned them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specs.layouts import KVViews
 
 
 class FlashInferImpl(VendorImpl):
-    """Causal decoders over 16-bit caches, or fp8 ones with a scale per tensor."""
+    """Runs causal decoders over 16-bit caches, and over fp8 caches with a scale per tensor."""
 
     backend_name = NAME
     unsupported = ("sinks", "alibi_slopes")
@@ -28,7 +28,7 @@ class FlashInferImpl(VendorImpl):
         Raises:
             ValueError: a head size or KV cache dtype that the wrappers do not take, besides what
                 every dense impl refuses.
-            NotImplementedError: a feature that they do not have; the message names it.
+            NotImplementedError: a feature that the wrappers do not have; the message names it.
         """
         super().__init__(*args, **kwargs)
         check_head_sizes(self.head_size, self.head_size_v)
@@ -39,7 +39,7 @@ class FlashInferImpl(VendorImpl):
         """Check the model dtype.
 
         Raises:
-            ValueError: the wrappers do not take it with this cache.
+            ValueError: the wrappers do not take the model dtype with this cache.
         """
         check_dtypes(act_dtype, self.cache_dtype)
 
@@ -88,7 +88,7 @@ class FlashInferImpl(VendorImpl):
         lse: torch.Tensor | None,
         scales: dict[str, float],
     ) -> None:
-        """One wrapper over its rows; the log-sum-exp becomes a natural one."""
+        """Run one wrapper over its rows, and make its log-sum-exp natural."""
         rows, out, own = rows_of(part, query, output, lse)
         cache = views.key, views.value
         if own is None:
@@ -106,26 +106,30 @@ class FlashInferImpl(VendorImpl):
         lse: torch.Tensor | None,
         scales: dict[str, float],
     ) -> None:
-        """Attention over the prefix and over the rest, then both merged."""
+        """Attend to the shared prefix and to each request's own keys, then merge both states."""
         outputs, lses = shared.outputs, shared.lses
         for part, own, own_lse in zip((shared.prefix, shared.own), outputs, lses, strict=True):
             self._attend(part, query, views, own, own_lse, scales)
         merge_states(outputs, lses, output, output_lse=lse, num_tokens=outputs.shape[1])
 
     def _run_scales(self, layer: AttentionLayer) -> dict[str, float]:
-        """Scales as ``run`` takes them: plans leave the softmax's at 1."""
+        """The scales that ``run`` takes. Plans leave the softmax's scale at 1, so it is added."""
         scales = {"q_scale": self.scale}
         if not self._is_fp8:
             return scales
         scales["k_scale"] = self._scales.of(layer, "_k_scale")
         v_scale = self._scales.of(layer, "_v_scale")
-        # It costs a launch over the output.
+        # FlashInfer applies v_scale in a launch of its own over the output, so 1 is left out.
         if v_scale != 1.0:
             scales["v_scale"] = v_scale
         return scales
 
     def _check_planned(self, sizes: LayerSizes) -> None:
-        """The step was planned for layers like this one."""
+        """Check that the step was planned for layers like this one.
+
+        Raises:
+            ValueError: a size of the layer differs from the plan's; the message names both.
+        """
         for name, own, planned in (
             ("num_heads", self.num_heads, sizes.num_heads),
             ("num_kv_heads", self.num_kv_heads, sizes.num_kv_heads),

@@ -1,4 +1,4 @@
-"""FLASHINFER_MLA: absorbed decodes by FlashInfer's wrapper; runs what the metadata planned."""
+"""FLASHINFER_MLA: absorbed decodes by FlashInfer's wrapper, as the builder planned it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from builders.vendor.flashinfer_parts.mla_choice import (
 
 
 class FlashInferMlaImpl(LatentImpl):
-    """Caches of the model's 16-bit type, or of e4m3 with a scale per tensor on Hopper."""
+    """Runs over caches of the model's 16-bit type; on Hopper also over e4m3, one scale a tensor."""
 
     can_return_lse_for_decode = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """The arguments of :class:`attn.impls.base.MLAAttentionImpl`.
+        """Take the arguments of :class:`attn.impls.base.MLAAttentionImpl`.
 
         Raises:
             NotImplementedError: a KV cache dtype without latent rows.
@@ -57,10 +57,10 @@ class FlashInferMlaImpl(LatentImpl):
         attn_metadata: FlashInferMlaMetadata,
         layer: AttentionLayer,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Absorbed decode; see the base class.
+        """Compute decode rows with absorbed queries; see the base class.
 
-        The scale of an fp8 cache is read once a layer, at its first call, unless the layer has it
-        on the host (``_k_scale_float``).
+        The scale of an fp8 cache is read from the device once, at the layer's first call, unless
+        the layer has it on the host (``_k_scale_float``).
 
         Raises:
             ValueError: a query that does not fit the step, or a step planned for another layer.
@@ -82,7 +82,7 @@ class FlashInferMlaImpl(LatentImpl):
             clear_rows(out, lse, flags[:rows])
             covered = max(covered, len(flags))
         if covered < rows:
-            # Its rows go through the projection that follows.
+            # Padding rows go through the projection that follows, so they must hold numbers.
             out[covered:].zero_()
             lse[covered:].fill_(float("-inf"))
         return out[:, : self.num_heads], lse[:, : self.num_heads]
@@ -98,7 +98,7 @@ class FlashInferMlaImpl(LatentImpl):
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
     ) -> None:
-        """Expanded prefill by the library's own kernels; see the base class."""
+        """Compute prefill rows by the library's own kernels; see the base class."""
         prefill = attn_metadata.prefill
         if prefill is None:
             return
@@ -116,7 +116,7 @@ class FlashInferMlaImpl(LatentImpl):
         layer: AttentionLayer,
         state: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
-        """The wrapper over its rows."""
+        """Run the wrapper over the rows that it is planned for."""
         count = step.num_tokens
         self._check_rows(metadata.sizes, query[0], count)
         self._check_cache(metadata, kv_cache, query[0].dtype)
@@ -162,7 +162,11 @@ class FlashInferMlaImpl(LatentImpl):
             )
 
     def _check_planned(self, sizes: LatentSizes) -> None:
-        """The step was planned for layers like this one."""
+        """Check that the step was planned for layers like this one.
+
+        Raises:
+            ValueError: a size of the layer differs from the plan's; the message names both.
+        """
         for name, own, planned in (
             ("num_heads", padded_heads(self.num_heads), sizes.num_heads),
             ("kv_lora_rank", self.kv_lora_rank, sizes.rank),
@@ -179,11 +183,11 @@ class FlashInferMlaImpl(LatentImpl):
 
 
 def _exact_part(scale: float) -> tuple[float, float]:
-    """A scale as a power of two, and the rest of it, from 1 to 2.
+    """Split a scale into a power of two and a rest from 1 to 2.
 
-    The kernel rounds the scale and then every stored number times it to the model's type, which
-    powers of two leave as they are. The rest multiplies queries and outputs, which are rounded
-    once more for it.
+    The kernel rounds the scale to the model's type, and then every product of the scale and a
+    stored number. A power of two makes both exact. The rest multiplies queries and outputs instead,
+    which costs them one more rounding.
     """
     fraction, exponent = math.frexp(scale)
     return math.ldexp(1.0, exponent - 1), 2 * fraction

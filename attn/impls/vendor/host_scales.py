@@ -1,4 +1,7 @@
-"""Scales that kernels take as numbers of the host: read once a tensor, never while capturing."""
+"""Scales for kernels that take them as numbers of the host.
+
+A scale is read from the device once per tensor, and never while a CUDA graph is captured.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,20 @@ class HostScales:
     def __init__(self, backend: str) -> None:
         """
         Args:
-            backend: name for messages.
+            backend: the backend's name, for messages.
         """
         self._backend = backend
         self._kept: dict[str, _ScaleOnHost] = {}
 
     def of(self, layer: AttentionLayer, name: str) -> float:
-        """The scale ``name`` of a layer: its host copy ``<name>_float`` where it has one, as vLLM's
-        layers do, else the tensor's value, read again only when the tensor changed.
+        """The scale ``name`` of a layer.
+
+        A layer may have a copy on the host, ``<name>_float``, as vLLM's layers do. Otherwise the
+        tensor is read, and is read again only after it has changed.
 
         Raises:
-            ValueError: no such scale, or not one fp32 number; or the first call of all is made
-                while a CUDA graph is captured.
+            ValueError: the layer has no such scale, the scale is not one fp32 number, or it would
+                have to be read while a CUDA graph is captured.
         """
         known = getattr(layer, f"{name}_float", None)
         if isinstance(known, float):
@@ -37,7 +42,12 @@ class HostScales:
         return self.value_of(name, scale)
 
     def value_of(self, name: str, scale: torch.Tensor) -> float:
-        """The scale ``name``, where its tensor is all that is known; as of :meth:`of`."""
+        """The value of the tensor ``scale``; it is read again only after it has changed.
+
+        Raises:
+            ValueError: the scale is not one fp32 number, or it would have to be read while a CUDA
+                graph is captured. The message calls it ``name``.
+        """
         kept = self._kept.get(name)
         if kept is None or not kept.is_of(scale):
             kept = self._kept[name] = _ScaleOnHost(name, scale, self._backend)
@@ -45,7 +55,7 @@ class HostScales:
 
 
 class _ScaleOnHost:
-    """The value of a device scalar, read once."""
+    """The value of a device scalar, read once, with the version of the tensor that it had."""
 
     def __init__(self, name: str, scale: torch.Tensor, backend: str) -> None:
         if scale.numel() != 1 or scale.dtype != torch.float32:
@@ -60,5 +70,5 @@ class _ScaleOnHost:
         self._scale = weakref.ref(scale)
 
     def is_of(self, scale: torch.Tensor) -> bool:
-        """True when it is this tensor's, as it is now."""
+        """Whether this is the present value of the tensor ``scale``."""
         return self._scale() is scale and self._version == scale._version

@@ -1,4 +1,4 @@
-"""TRTLLM_MHA: dense attention by FlashInfer's direct calls, as the metadata says."""
+"""TRTLLM_MHA: dense attention by FlashInfer's direct calls, which the builder's record names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from specs.layouts import KVViews
 
 
 class TrtllmMhaImpl(VendorImpl):
-    """Causal decoders over 16-bit caches, or e4m3 ones with a scale per tensor."""
+    """Runs causal decoders over 16-bit caches, and over e4m3 caches with a scale per tensor."""
 
     backend_name = NAME
     unsupported = ("logits_soft_cap", "alibi_slopes")
@@ -39,7 +39,7 @@ class TrtllmMhaImpl(VendorImpl):
         Raises:
             ValueError: a head size or KV cache dtype that no kernel takes, besides what every dense
                 impl refuses.
-            NotImplementedError: a feature that they do not have; the message names it.
+            NotImplementedError: a feature that the kernels do not have; the message names it.
         """
         super().__init__(*args, **kwargs)
         if self.head_size not in HEAD_SIZES:
@@ -60,10 +60,10 @@ class TrtllmMhaImpl(VendorImpl):
         self._window_left = -1 if self.sliding_window is None else self.sliding_window - 1
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Check the model dtype, and keep the sinks as the kernels read them, in fp32.
+        """Check the model dtype, and convert the sinks to fp32, which the kernels read.
 
         Raises:
-            ValueError: no kernel takes it, or not with this cache.
+            ValueError: no kernel takes the model dtype, or none takes it with this cache.
         """
         if act_dtype not in MODEL_DTYPES:
             names = ", ".join(str(dtype) for dtype in MODEL_DTYPES)
@@ -74,7 +74,7 @@ class TrtllmMhaImpl(VendorImpl):
         self._wide_sinks = None if self.sinks is None else self.sinks.float().contiguous()
 
     def _split(self, kv_cache: torch.Tensor, model_dtype: torch.dtype) -> KVViews:
-        """With the strides that descriptors of the hardware take."""
+        """Make views of K and V in a new cache, with strides that hardware descriptors take."""
         views = super()._split(kv_cache, model_dtype)
         return KVViews(canonical_strides(views.key), canonical_strides(views.value))
 
@@ -106,10 +106,10 @@ class TrtllmMhaImpl(VendorImpl):
         output: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> None:
-        """One call over its rows; the log-sum-exp becomes a natural one.
+        """Make one call over its rows, and make its log-sum-exp natural.
 
-        What the common step does not need is asked for by one comparison each: at batch 1 the
-        host's time is all that a layer waits for.
+        Each feature that the common step lacks costs one comparison here. At batch 1 a layer waits
+        for nothing but the host.
         """
         rows, own_output, own_lse = rows_of(part, query, output, lse)
         qk_scale, v_scale = self.scale, 1.0
@@ -121,8 +121,8 @@ class TrtllmMhaImpl(VendorImpl):
         if self.sliding_window is not None:
             self._check_windows(part)
         if self._is_fp8 or part.rule.kernel is VendorKernel.FMHA_V2:
-            # It, and XQA over e4m3, multiply values that no query sees by zero, whatever slots hold
-            # there.
+            # FMHA_V2, and XQA over e4m3, multiply the values of unseen slots by zero. A slot that
+            # holds NaN would then spoil the output.
             clear_tails(pages.key, pages.value, part.pages, part.kv_lens)
         sinks = None
         if self.sinks is not None:
@@ -144,7 +144,11 @@ class TrtllmMhaImpl(VendorImpl):
             own_lse.mul_(LSE_UNIT)
 
     def _check_windows(self, part: CalledRows) -> None:
-        """The kernel places the layer's window for each row."""
+        """Check that the kernel places the layer's window for each row.
+
+        Raises:
+            NotImplementedError: it does not.
+        """
         is_verify = part.rule.kernel is VendorKernel.XQA and part.max_query_len > 1
         if is_verify and not part.calls.verifies_windows:
             raise NotImplementedError(
@@ -154,7 +158,11 @@ class TrtllmMhaImpl(VendorImpl):
             )
 
     def _check_sinks(self, part: CalledRows) -> None:
-        """The kernel finds the sink of each row."""
+        """Check that the kernel finds the sink of each row.
+
+        Raises:
+            NotImplementedError: it does not.
+        """
         if part.rule.kernel is not VendorKernel.XQA:
             return
         tokens, group = part.max_query_len, self.num_heads // self.num_kv_heads
@@ -167,8 +175,9 @@ class TrtllmMhaImpl(VendorImpl):
     def _scaled_query(
         self, part: CalledRows, layer: AttentionLayer, rows: torch.Tensor
     ) -> tuple[torch.Tensor, float]:
-        """The query in the type that the kernel takes over an fp8 cache, and the scale of its
-        products with stored keys.
+        """The query in the type that the kernel takes over an fp8 cache.
+
+        The second result is the scale of its products with stored keys.
         """
         scale = self.scale * self._scales.of(layer, "_k_scale")
         if not part.rule.query_is_fp8:

@@ -1,4 +1,4 @@
-"""TRTLLM_MLA: latent attention by the vendor's direct calls, or TRITON_MLA's decode kernel."""
+"""TRTLLM_MLA: latent attention by FlashInfer's direct calls, or by TRITON_MLA's decode kernel."""
 
 from __future__ import annotations
 
@@ -33,28 +33,31 @@ if TYPE_CHECKING:
 
 
 class TrtllmMlaImpl(LatentImpl):
-    """Caches of bf16, or of e4m3 with a scale per tensor."""
+    """Runs over caches of bf16, and of e4m3 with a scale per tensor."""
 
     can_return_lse_for_decode = True
     supports_quant_query_input = True
-    """Of an fp8 cache, as :meth:`do_rope_quantize_and_kv_cache_update` leaves it."""
+    """Whether the query may arrive in fp8 over an fp8 cache.
+
+    :meth:`do_rope_quantize_and_kv_cache_update` writes such a query."""
 
     def __init__(self, *args: Any, rope_kernel: str = RopeKernel.TRITON, **kwargs: Any) -> None:
         """
         Args:
-            args: of :class:`attn.impls.base.MLAAttentionImpl`.
-            rope_kernel: of :meth:`do_rope_quantize_and_kv_cache_update`, a ``RopeKernel`` string.
-            kwargs: as ``args``.
+            args: positional arguments of :class:`attn.impls.base.MLAAttentionImpl`.
+            rope_kernel: the kernel of :meth:`do_rope_quantize_and_kv_cache_update`, a
+                ``RopeKernel`` string.
+            kwargs: keyword arguments of :class:`attn.impls.base.MLAAttentionImpl`.
 
         Raises:
             NotImplementedError: a KV cache dtype without latent rows.
             ValueError: a pair of head sizes that no kernel takes.
-            FlashInferUnavailableError: FlashInfer's ``rope_kernel``, which cannot be used here.
+            FlashInferUnavailableError: ``rope_kernel`` is FlashInfer's, but cannot be used here.
         """
         super().__init__(*args, **kwargs)
         self._rotates_by = RopeKernel(rope_kernel)
         if self._rotates_by is RopeKernel.FLASHINFER:
-            # Where it is missing, now is the time to say so.
+            # A missing FlashInfer must raise here, not at the first step.
             flashinfer_rope.load_rope()
         self._scales = HostScales(NAME)
         self._latent: LatentLauncher | None = None
@@ -86,8 +89,9 @@ class TrtllmMlaImpl(LatentImpl):
         slot_mapping: torch.Tensor,
         q_out: torch.Tensor,
     ) -> None:
-        """Rotate and quantise absorbed queries and latent rows, and write the rows, in one launch;
-        in two by FlashInfer.
+        """Rotate and quantise absorbed queries and latent rows, and write the rows to the cache.
+
+        The library's own kernel does it in one launch, FlashInfer in two.
 
         Args:
             layer: scales of the layer.
@@ -95,7 +99,7 @@ class TrtllmMlaImpl(LatentImpl):
             q_pe: ``[T, H, r]``, not rotated.
             kv_c_normed: ``[T, L]``.
             k_pe: ``[T, 1, r]`` or ``[T, r]``, not rotated.
-            positions: ``[T]`` integer; by FlashInfer each inside the table.
+            positions: ``[T]`` integer; with FlashInfer, each must be inside the table.
             cos_sin_cache: ``[max_position, r]`` fp32: cosines, then sines.
             is_neox: rotate halves (True) or interleaved pairs (False).
             kv_cache: ``[N, block_size, row]`` e4m3.
@@ -103,8 +107,8 @@ class TrtllmMlaImpl(LatentImpl):
             q_out: ``[T, H, L + r]`` e4m3, written: the query of :meth:`forward_mqa`.
 
         Raises:
-            ValueError: a cache that is not e4m3, a piece that is missing, or tensors that do not
-                fit together.
+            ValueError: a cache that is not e4m3, a tensor that is None, or tensors that do not fit
+                together.
         """
         if not self.cache_dtype.is_quantized:
             raise ValueError(
@@ -131,11 +135,13 @@ class TrtllmMlaImpl(LatentImpl):
         attn_metadata: TrtllmMlaMetadata,
         layer: AttentionLayer,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Absorbed decode; see the base class. A query may have more rows than the step was built
-        for, if padding came after it: their results are neutral.
+        """Compute decode rows with absorbed queries; see the base class.
 
-        The scales of an fp8 cache and of its queries are read once a layer, at its first call,
-        unless the layer has them on the host (``_k_scale_float`` and so on).
+        A query may have more rows than the step was built for, if padding was added later. The
+        results of padding rows are neutral: output 0, LSE -inf.
+
+        The scales of an fp8 cache and of its queries are read from the device once, at the layer's
+        first call, unless the layer has them on the host (``_k_scale_float`` and so on).
 
         Raises:
             ValueError: a query or a cache that does not fit the step.
@@ -159,7 +165,7 @@ class TrtllmMlaImpl(LatentImpl):
             clear_rows(out, lse, flags[:rows])
         covered = max(covered, 0 if flags is None else len(flags))
         if covered < rows:
-            # Its rows go through the projection that follows.
+            # Padding rows go through the projection that follows, so they must hold numbers.
             out[covered:].zero_()
             lse[covered:].fill_(-math.inf)
         return out, lse
@@ -173,7 +179,7 @@ class TrtllmMlaImpl(LatentImpl):
         flags: torch.Tensor | None,
         state: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
-        """The rows of requests, padded to one length where they differ in it."""
+        """Compute the decode rows; requests of different lengths are padded to one length."""
         own = state
         if step.padded is not None:
             rows = step.num_reqs * step.query_len
@@ -233,7 +239,7 @@ class TrtllmMlaImpl(LatentImpl):
     def _pack(
         self, step: LatentRows, query: tuple[torch.Tensor, torch.Tensor], scale: float
     ) -> None:
-        """The query in the kernel's rows and type; one that is quantised already is moved."""
+        """Write the query in the kernel's rows and type; a query in e4m3 is only moved."""
         if query[0].dtype != step.query.dtype or query[0].dtype != torch.float8_e4m3fn:
             pack_query(*query, step.padded, scale, step.query)
             return
@@ -252,7 +258,7 @@ class TrtllmMlaImpl(LatentImpl):
 
         is_fp8 = query[0].dtype == torch.float8_e4m3fn
         if step.padded is not None or is_fp8:
-            # Where queries came quantised, the kernel reads what they stand for.
+            # The kernel reads no e4m3 queries: they are dequantised first.
             q_scale = self._scale_of(layer, "_q_scale") if is_fp8 else 1.0
             pack_query(*query, step.padded, q_scale, step.query)
             query = step.query[..., : self.kv_lora_rank], step.query[..., self.kv_lora_rank :]
@@ -274,12 +280,14 @@ class TrtllmMlaImpl(LatentImpl):
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
     ) -> None:
-        """Expanded prefill, by the vendor's ragged kernel where it takes the step; see the base
-        class.
+        """Compute prefill rows over expanded keys and values; see the base class.
+
+        trtllm-gen's ragged kernel runs steps that the builder planned for it; the library's own
+        kernels run the others.
 
         Raises:
-            NotImplementedError: ``output_scale`` with that kernel.
-            ValueError: expanded heads that it does not take.
+            NotImplementedError: ``output_scale`` with the ragged kernel.
+            ValueError: expanded head sizes that the ragged kernel does not take.
         """
         prefill, ragged = attn_metadata.prefill, attn_metadata.ragged
         if prefill is None:
@@ -315,10 +323,11 @@ class TrtllmMlaImpl(LatentImpl):
         k_scale: torch.Tensor,
         output: torch.Tensor,
     ) -> None:
-        """New tokens among themselves, then over each chunk of context; states are merged.
+        """Attend new tokens to each other, then to each chunk of context, and merge the states.
 
-        In e4m3, queries are stored as they are, keys and values with the scale of the cache's rows,
-        or with 1 where that is smaller: it fits latents, whose products may be larger.
+        In e4m3, queries are stored with scale 1. Keys and values are stored with the scale of the
+        cache's rows, but at least with 1: that scale fits latents, and the keys and values that are
+        expanded from them may be larger.
         """
         count, scale = prefill.num_tokens, 1.0
         q, new, k_pe = q[:count], kv_c_normed[:count], k_pe[:count].reshape(count, -1)
@@ -343,7 +352,8 @@ class TrtllmMlaImpl(LatentImpl):
         fields = self._fields(kv_cache, self.cache_dtype, q.dtype)
         factor = k_scale if self.cache_dtype.is_quantized else None
         chunks = len(context.lens)
-        # A kernel may load a tile past the last key, and multiply it by zero.
+        # The kernel may load values behind the last key and multiply them by zero: no NaN may be
+        # there.
         keys.value.zero_()
         for chunk in range(chunks):
             packed = ragged.starts[chunk]
@@ -366,7 +376,7 @@ class TrtllmMlaImpl(LatentImpl):
         causal: bool,
         state: tuple[torch.Tensor, torch.Tensor | None],
     ) -> None:
-        """One call; the log-sum-exp becomes a natural one."""
+        """Make one call of the ragged kernel, and make its log-sum-exp natural."""
         kv_starts, kv_lens, max_kv_len = lengths
         ragged.calls.ragged(
             RaggedCall(
@@ -390,7 +400,7 @@ class TrtllmMlaImpl(LatentImpl):
             state[1].mul_(LSE_UNIT)
 
     def _scale_of(self, layer: AttentionLayer, name: str) -> float:
-        """A scale of the layer on the host; 1 where it has none."""
+        """A scale of the layer, on the host; 1 where the layer has no such scale."""
         if getattr(layer, name, None) is None and getattr(layer, f"{name}_float", None) is None:
             return 1.0
         return self._scales.of(layer, name)
@@ -431,7 +441,10 @@ class TrtllmMlaImpl(LatentImpl):
 
 
 def _stored(rows: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
-    """``[T, H, D]`` rows as a kernel reads them: in e4m3, real = stored * scale."""
+    """Convert rows ``[T, H, D]`` to ``dtype``, e4m3 with real = stored * scale.
+
+    Rows that have the type already are returned as they are.
+    """
     if rows.dtype == dtype:
         return rows
     stored = torch.empty(rows.shape, dtype=dtype, device=rows.device)

@@ -1,4 +1,4 @@
-"""Rows without keys made neutral: zero, a log-sum-exp of -inf. Slots without tokens: zero."""
+"""Kernels that clear: rows without keys get output 0 and LSE -inf, slots without tokens get 0."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ def clear_kernel(
     HEAD_WIDTH: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Rows ``[T, WIDTH]`` and ``[T, HEADS]`` whose flag is set; grid ``(T,)``. Others are neither
-    read nor written.
+    """Clear the rows whose flag is set; grid ``(T,)``.
+
+    Output rows ``[T, WIDTH]`` become 0, and LSE rows ``[T, HEADS]`` become -inf. Other rows are
+    neither read nor written.
     """
     row = tl.program_id(0).to(tl.int64)
     if tl.load(flag_ptr + row) != 0:
@@ -63,10 +65,11 @@ def clear_tails_kernel(
     WIDTH: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Slots behind a request's last key, in the page of that key, of one head; grid ``(R, Hk)``.
+    """Zero the slots behind a request's last key, in the page of that key; grid ``(R, Hk)``.
 
-    No other slot is written: none of block 0, which holds no request's keys, and where rows point
-    that have none. A request without keys has no page.
+    A program has one head of one request. No other slot is written. Block 0 is never written: it
+    holds no request's keys, and table rows without keys point there. A request without keys has no
+    page.
     """
     req = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
@@ -91,7 +94,7 @@ def clear_tails_call(
     key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, kv_lens: torch.Tensor
 ) -> Launch:
     """The launch of :func:`attn.ops.clear.clear_tails`, with its arguments."""
-    # Zeros are zeros: of words, whatever the elements are.
+    # A zero of any element type is all bits zero, so the kernel clears 16-bit words.
     words = key.view(torch.int16), value.view(torch.int16)
     shape = words[0].shape
     strides = words[0].stride()[:3], words[1].stride()[:3]
@@ -109,7 +112,10 @@ def clear_tails_call(
 def _tails_launcher(
     page_size: int, size: int, strides: tuple[tuple[int, ...], tuple[int, ...]], page_row: int
 ) -> Launcher:
-    """Every layer of every step launches it: over caches and tables that are laid out alike."""
+    """The launcher for caches and tables with these strides.
+
+    It is kept, because every layer of every step launches the kernel on the same strides.
+    """
     fixed: dict[str, Any] = {
         "page_row": page_row,
         "PAGE_SIZE": page_size,

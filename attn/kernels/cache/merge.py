@@ -1,4 +1,8 @@
-"""Merging attention states: softmax over their log-sum-exps, by rows of one head of one token."""
+"""The kernel that merges attention states of the same queries over different keys.
+
+Each row (one head of one token) is the mean of the states' rows, weighted by the softmax of their
+log-sum-exps.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +55,9 @@ def merge_kernel(
 ):
     """Merge STATES states of ``num_rows`` rows (tokens x heads); grid ``(cdiv(num_rows, ROWS),)``.
 
-    outs ``[STATES, T, H, SIZE]``, lses ``[STATES, T, H]`` fp32, out ``[T, H, SIZE]`` (uint8 with an
-    output scale), lse ``[T, H]`` fp32 or None. The row that alone is not empty keeps its bits.
+    Shapes: outs is ``[STATES, T, H, SIZE]``, lses is ``[STATES, T, H]`` fp32. out is
+    ``[T, H, SIZE]``, of uint8 with an output scale. lse is ``[T, H]`` fp32 or None. Where only one
+    state has keys of a row, the row keeps that state's bits.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < num_rows
@@ -110,8 +115,8 @@ def merge_call(
         output: ``[T, H, Dv]``; float8_e4m3fn with ``output_scale``.
         output_lse: ``[T, H]`` fp32, or None.
         output_scale: fp32 scalar, or None.
-        num_tokens: rows beyond are neither read nor written.
-        hardware_e4m3: the GPU has instructions for e4m3.
+        num_tokens: tokens to merge; rows beyond them are neither read nor written.
+        hardware_e4m3: whether the GPU has instructions for e4m3.
     """
     states, _, heads, size = outs.shape
     width = triton.next_power_of_2(size)

@@ -1,4 +1,4 @@
-"""The query in e4m3: one saturating cast of strided rows into dense ones, and its launch."""
+"""The kernel that casts a query to e4m3, saturating, from strided rows to dense rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def quantize_rows_kernel(
     TILE: tl.constexpr,
     HARDWARE_E4M3: tl.constexpr,
 ):
-    """``[T, H, D]`` into uint8 patterns; a program is a tile of one token's heads."""
+    """Cast ``[T, H, D]`` to uint8 patterns of e4m3; a program has a tile of one token's heads.
+
+    The grid is ``(T, cdiv(H * D, TILE))``.
+    """
     token = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = col < WIDTH
@@ -38,13 +41,14 @@ def quantize_rows_kernel(
 def quantize_rows(
     rows: torch.Tensor, scale: float, out: torch.Tensor, *, hardware_e4m3: bool
 ) -> None:
-    """``rows / scale`` in e4m3, in one launch: the twin of ``attn.reference.quant.saturate``.
+    """Write ``rows / scale`` in e4m3, in one launch; the twin in torch is
+    ``attn.reference.quant.saturate``.
 
     Args:
-        rows: ``[T, H, D]``, fp16, bf16 or fp32, rows of D dense.
+        rows: ``[T, H, D]``, fp16, bf16 or fp32, last dimension contiguous.
         scale: real = stored * scale.
         out: ``[T, H, D]`` e4m3, contiguous, written.
-        hardware_e4m3: the GPU has the instruction.
+        hardware_e4m3: whether the GPU has instructions for e4m3.
 
     Raises:
         ValueError: tensors that do not fit together.

@@ -1,7 +1,8 @@
-"""Quantised rows of a paged cache written out as elements of the model, for a step's prefills.
+"""The kernel that dequantises rows of a paged cache to the model's type, for a step's prefills.
 
-Layouts: the cache ``[N, BLOCK_SIZE, Hk, D]`` of 8-bit elements in any strides, read as words of 16
-bits; the workspace ``[W, Hk, PAGE, D]``, dense. Scales stay where they are.
+The cache is ``[N, BLOCK_SIZE, Hk, D]`` of 8-bit elements in any strides, read as 16-bit words. The
+workspace that is written is ``[W, Hk, PAGE, D]``, dense. The layer's scales are not applied: the
+attention kernel multiplies by them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from builders.splitkv.record import WidenedKeys
 
 _TOKENS = 32
-"""Tokens that a program has in its registers at a time."""
+"""Tokens that a program holds in registers at a time."""
 
 
 @triton.jit
@@ -39,8 +40,10 @@ def _widen_rows(
     KIND: tl.constexpr,
     DECODE: tl.constexpr,
 ):
-    """Rows of some tokens of one head, zeros of those ``written`` that are not ``live``; ``places``
-    are theirs in the workspace.
+    """Dequantise the rows of some tokens of one head, into rows ``places`` of the workspace.
+
+    Tokens that are not ``written`` keep what the workspace holds. Tokens that are ``written`` but
+    not ``live`` become zeros, and their rows of the cache are not read.
     """
     column = tl.arange(0, WORDS)
     there = live[:, None] & (column < SIZE // 2)[None, :]
@@ -84,10 +87,11 @@ def widen_kernel(
     PAGE: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """One head of one page of the workspace; grid ``(pages, HEADS)``, pages at least those in use.
+    """Write one head of one page of the workspace; grid ``(pages, HEADS)``.
 
-    Nothing past the request's last key is read; its place keeps what it holds. Nor is anything read
-    before the first key that is seen, whose block may be gone: zeros are written there.
+    The grid has at least as many pages as are in use. No slot behind a request's last key is read,
+    and its place in the workspace keeps what it holds. No slot before the first visible key is read
+    either, since its block may be freed; zeros are written in its place.
     """
     page = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
@@ -131,13 +135,13 @@ _VARYING = (
 def widen_launcher(
     words: tuple[Any, Any], widened: WidenedKeys, kind: int, decode: int
 ) -> Launcher:
-    """What the launches of a layer share.
+    """The launcher of :func:`widen_kernel` for one layer.
 
     Args:
         words: keys and values ``[N, P, Hk, D / 2]`` of the cache, as 16-bit words.
         widened: the workspace.
-        kind: how the cache stores its elements, as in :mod:`attn.kernels.lang.stored`.
-        decode: how that is decoded, likewise.
+        kind: how the cache stores its elements, a kind of :mod:`attn.kernels.lang.stored`.
+        decode: PLAIN, PTX or PTX_SM89 of that module.
     """
     key, value = words
     page, heads, k_size = widened.key.shape[1:]

@@ -1,4 +1,4 @@
-"""Launches of the cache write: tiles, formats, and what callers can get wrong."""
+"""Launches of the cache write: tiles, formats, and checks of the arguments."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class WriteConfig:
     """Launch configuration of a cache write."""
 
     rows: int
-    """Rows (one head of one token each) per program."""
+    """Rows of a program; a row is one head of one token."""
     num_warps: int = NUM_WARPS
 
 
@@ -56,7 +56,7 @@ _VARYING: Final = (
     *("slot_mapping", "k_scale", "v_scale", "num_slots", "num_tokens"),
 )
 _launchers: dict[tuple[Any, ...], Launcher] = {}
-"""Shared by all layers: those of a model write alike."""
+"""Launchers by variant key, shared by all layers: the layers of a model write alike."""
 
 
 def write_kv_launch(
@@ -70,19 +70,24 @@ def write_kv_launch(
     *,
     hardware_e4m3: bool,
 ) -> Launch:
-    """:func:`write_kv_call`, where a launch like one before costs little.
+    """The launch of :func:`write_kv_call`, made by a launcher that is kept.
 
-    What does not depend on the number of tokens is checked, and made, once for launches alike.
+    Everything that does not depend on the number of tokens is checked and prepared once for each
+    variant, so that later launches of the variant cost little.
 
     Args:
-        key: as there, and so are all arguments and errors.
-        value: as there.
-        views: as there.
-        slot_mapping: as there.
-        k_scale: as there.
-        v_scale: as there.
-        cache_dtype: as there.
-        hardware_e4m3: as there.
+        key: ``[T, Hk, D]``; rows past ``len(slot_mapping)`` are padding. Heads of any strides.
+        value: ``[T, Hk, Dv]``; rows past ``len(slot_mapping)`` are padding. Heads of any strides.
+        views: K and V of the cache.
+        slot_mapping: ``[<= T]`` int64, ``block * P + offset``; negative skips.
+        k_scale: fp32 scalar or ``[Hk]`` on the device; for per-tensor fp8 only.
+        v_scale: fp32 scalar or ``[Hk]`` on the device; for per-tensor fp8 only.
+        cache_dtype: how the cache is quantised.
+        hardware_e4m3: the GPU converts to 8-bit floats (compute capability 8.9 and later).
+
+    Raises:
+        ValueError: shapes, strides or dtypes that do not fit together.
+        NotImplementedError: a model dtype, cache dtype or head size outside the kernel's.
     """
     variant = (
         cache_dtype,
@@ -120,16 +125,17 @@ def write_kv_launch(
 
 
 def _variant_of(x: torch.Tensor) -> tuple[Any, ...]:
-    """All of a tensor that launches depend on, but its first extent.
+    """The part of the variant key that stands for a tensor; its number of rows is left out.
 
-    Rows of one are aligned as the first is, whatever the stride to a second.
+    Only whether there is more than one row counts: the alignment of a single row does not depend on
+    the stride to a second.
     """
     return x.dtype, x.device, x.shape[1:], x.shape[0] > 1, x.stride(), x.data_ptr() % 16
 
 
 @cache
 def write_config(head_size: int, head_size_v: int, smallest_itemsize: int) -> WriteConfig:
-    """Tiles that give each thread 16 bytes of the narrower of model and cache elements."""
+    """The tile that gives each thread 16 bytes of the smaller of model and cache elements."""
     tile = NUM_WARPS * 32 * 16 // smallest_itemsize
     return WriteConfig(max(1, tile // triton.next_power_of_2(max(head_size, head_size_v))))
 
@@ -149,11 +155,11 @@ def write_kv_call(
 
     Args:
         key: ``[T, Hk, D]``; rows past ``len(slot_mapping)`` are padding. Heads of any strides.
-        value: ``[T, Hk, Dv]``, likewise.
+        value: ``[T, Hk, Dv]``; rows past ``len(slot_mapping)`` are padding. Heads of any strides.
         views: K and V of the cache.
         slot_mapping: ``[<= T]`` int64, ``block * P + offset``; negative skips.
         k_scale: fp32 scalar or ``[Hk]`` on the device, read there; for per-tensor fp8 only.
-        v_scale: likewise.
+        v_scale: fp32 scalar or ``[Hk]`` on the device, read there; for per-tensor fp8 only.
         cache_dtype: how the cache is quantised.
         hardware_e4m3: the GPU converts to 8-bit floats (compute capability 8.9 and later).
 
@@ -199,28 +205,31 @@ def rope_and_write_kv_call(
 
     Args:
         query: ``[T, H, D]``; rows past ``len(positions)`` are left as they are.
-        key: ``[T, Hk, D]``, likewise; a row with a negative slot is rotated, not written.
-        value: as in :func:`write_kv_call`, and so are the arguments not named here.
+        key: ``[T, Hk, D]``; rows past ``len(positions)`` are left as they are. A row with a
+            negative slot is rotated, but not written to the cache.
+        value: ``[T, Hk, Dv]``; rows past ``len(slot_mapping)`` are padding. Heads of any strides.
         positions: ``[>= len(slot_mapping)]`` int64 or int32; a row whose position is outside the
             table is padding and not rotated.
         cos_sin_cache: ``[max_position, rotary_dim]``: cosines, then sines; fp32 or the model's.
         is_neox: the pair of element i is i + rotary_dim / 2 (True) or its neighbour (False).
         views: K and V of the cache.
-        slot_mapping: ``[<= T]`` int64.
-        k_scale: as there.
-        v_scale: as there.
-        cache_dtype: as there.
-        hardware_e4m3: as there.
+        slot_mapping: ``[<= T]`` int64, ``block * P + offset``; negative skips.
+        k_scale: fp32 scalar or ``[Hk]`` on the device, read there; for per-tensor fp8 only.
+        v_scale: fp32 scalar or ``[Hk]`` on the device, read there; for per-tensor fp8 only.
+        cache_dtype: how the cache is quantised.
+        hardware_e4m3: the GPU converts to 8-bit floats (compute capability 8.9 and later).
 
     Raises:
-        ValueError: as there; or a query, positions or table that does not fit the key.
-        NotImplementedError: as there.
+        ValueError: shapes, strides or dtypes that do not fit together, of query, positions and
+            table too.
+        NotImplementedError: a model dtype, cache dtype or head size outside the kernel's.
     """
     arguments = _write_arguments(key, value, views, slot_mapping, k_scale, v_scale, cache_dtype)
     check_rotated(query, key, positions, cos_sin_cache, arguments["num_slots"], MODEL_DTYPES)
     num_tokens = min(len(key), len(positions))
     num_query_tokens = min(len(query), len(positions))
-    # Of a query only what rotates is touched, which beside a wide value is few elements.
+    # Only the rotating elements of a query are touched. They are few beside a wide value, so a
+    # program takes more rows of a query than of key and value.
     rotary_dim = cos_sin_cache.shape[1]
     query_rows = write_config(rotary_dim, rotary_dim, query.element_size()).rows
     arguments |= {
@@ -259,7 +268,7 @@ def _write_arguments(
     v_scale: torch.Tensor,
     cache_dtype: CacheDType,
 ) -> dict[str, Any]:
-    """The kernel's arguments that do not concern RoPE."""
+    """Check the tensors; return the kernel's arguments that do not concern RoPE."""
     form = _format_of(key, views, cache_dtype)
     check_written(key, value, views, slot_mapping, cache_dtype)
     _check_layout(key, value, views, slot_mapping)
@@ -299,11 +308,11 @@ def _strides(name: str, x: torch.Tensor | None) -> dict[str, int]:
     return {f"{name}_stride_{axis}": stride for axis, stride in zip("nph", strides, strict=True)}
 
 
-# -- What callers can get wrong.
+# -- Checks of the arguments.
 
 
 def _format_of(key: torch.Tensor, views: KVViews, cache_dtype: CacheDType) -> str:
-    """How elements are encoded, with every dtype checked against it."""
+    """The name of the cache's format; checks every dtype against it."""
     form = _FORMATS.get(cache_dtype)
     if form is None:
         raise NotImplementedError(f"kv_cache_dtype {cache_dtype.value!r} has no cache-write kernel")
@@ -333,7 +342,7 @@ def _format_of(key: torch.Tensor, views: KVViews, cache_dtype: CacheDType) -> st
 def _check_layout(
     key: torch.Tensor, value: torch.Tensor, views: KVViews, slot_mapping: torch.Tensor
 ) -> None:
-    """Sizes and strides that the kernel takes."""
+    """Check that sizes and strides are such that the kernel takes them."""
     if len(slot_mapping) > 1 and slot_mapping.stride(0) != 1:
         raise ValueError(f"slot_mapping must be contiguous, got strides {slot_mapping.stride()}")
     for name, rows, stored in (("key", key, views.key), ("value", value, views.value)):

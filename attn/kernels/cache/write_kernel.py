@@ -1,8 +1,9 @@
-"""Cache writes: K and V of a step's tokens into a paged dense cache, with or without RoPE first.
+"""The kernel that writes K and V of a step's tokens into a paged cache, with or without RoPE first.
 
-A program handles ``ROWS`` rows, or ``QUERY_ROWS`` of a query; row ``token * Hk + head`` is one head
-of one token, so that a tile ``[ROWS, next power of two of D]`` gives each thread 16 bytes whatever
-the number of heads. It writes the row's K, its V and, where there are any, their inline scales.
+A program handles ``ROWS`` rows of key and value, or ``QUERY_ROWS`` rows of a query. Row
+``token * Hk + head`` is one head of one token. A tile is ``[ROWS, next power of two of D]``, which
+gives each thread 16 bytes for any number of heads. The program writes K and V of its rows and, for
+formats that have them, their inline scales.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from attn.kernels.lang.numerics import (
 
 @triton.jit
 def row_pointers(base, offsets, ALIGN: tl.constexpr):
-    """``[ROWS, 1]`` pointers to rows, all multiples of ``ALIGN`` bytes."""
+    """``[ROWS, 1]`` pointers to rows, each a multiple of ``ALIGN`` bytes."""
     return tl.multiple_of((base + offsets)[:, None], [ALIGN, ALIGN])
 
 
@@ -38,7 +39,11 @@ def row_pointers(base, offsets, ALIGN: tl.constexpr):
 def rows_of_table(
     positions, token, num_tokens, cos_sin, cos_sin_stride, max_position, ALIGN: tl.constexpr
 ):
-    """``[ROWS, 1]`` each: pointers to the tokens' rows of the table, and which tokens have one."""
+    """The rows of the RoPE table for some tokens.
+
+    Returns:
+        Pointers ``[ROWS, 1]`` to the rows; and bool ``[ROWS, 1]``, which tokens have one.
+    """
     position = tl.load(positions + token, mask=token < num_tokens, other=-1).to(tl.int64)
     # A padding token's position may be anything.
     turned = (position >= 0) & (position < max_position)
@@ -57,9 +62,7 @@ def _load_rows(
     ROTARY_DIM: tl.constexpr,
     IS_NEOX: tl.constexpr,
 ):
-    """Elements ``START`` to ``START + SPAN`` of rows, rotated and rounded to the model's type.
-
-    ``[ROWS, SPAN]``, 0 outside ``mask``.
+    """Load elements ``START`` to ``START + SPAN`` of rows, rotated, in the model's type.
 
     Args:
         rows: ``[ROWS, 1]`` pointers.
@@ -67,7 +70,10 @@ def _load_rows(
         table_rows: ``[ROWS, 1]`` pointers to cosines, then sines.
         turned: ``[ROWS, 1]``, which rows are rotated.
         START: even, and so is ``SPAN``, a power of two: interleaved pairs are not torn.
-        ROTARY_DIM: elements of a row that rotate; 0 is plain loading.
+        ROTARY_DIM: elements of a row that rotate; 0 only loads.
+
+    Returns:
+        ``[ROWS, SPAN]``, 0 outside ``mask``.
     """
     cols = START + tl.arange(0, SPAN)[None, :]
     x = tl.load(rows + cols, mask=mask, other=0.0)
@@ -99,14 +105,14 @@ def _load_rows(
 
 @triton.jit
 def _inline_scale(absmax, largest):
-    """fp32 ``[ROWS]`` scales that map ``absmax`` to ``largest``, at least 1e-6; NaN stays NaN."""
+    """Scales, fp32 ``[ROWS]``, that map ``absmax`` to ``largest``; at least 1e-6, NaN stays NaN."""
     scale = divide(absmax, largest)
     return tl.where(scale < 1e-6, 1e-6, scale)
 
 
 @triton.jit
 def _encode_rows(x, dtype: tl.constexpr, scale, FORMAT: tl.constexpr, HARDWARE_E4M3: tl.constexpr):
-    """Stored elements of ``x [ROWS, W]`` and, for inline formats, the scales found for the rows.
+    """Encode ``x [ROWS, W]``, and find the rows' scales for formats with inline scales.
 
     Args:
         x: in the model's type; 0 where the row has no element.
@@ -114,7 +120,7 @@ def _encode_rows(x, dtype: tl.constexpr, scale, FORMAT: tl.constexpr, HARDWARE_E
         scale: ``[ROWS]`` fp32 of the layer, for ``e4m3`` and ``e5m2``.
         FORMAT: a value of ``_FORMATS`` except ``int4``.
     """
-    # Triton 3.6 cannot return None: without inline scales these stand in.
+    # Triton 3.6 cannot return None. Formats without inline scales return these zeros in its place.
     found = tl.zeros([x.shape[0]], tl.float32)
     if FORMAT == "float":
         stored = x
@@ -137,7 +143,7 @@ def _encode_rows(x, dtype: tl.constexpr, scale, FORMAT: tl.constexpr, HARDWARE_E
 
 @triton.jit
 def _encode_pairs(low, high):
-    """int4 bytes ``[ROWS, W]`` of both halves of rows, and the rows' scales ``[ROWS]``."""
+    """Encode both halves of rows as int4 bytes ``[ROWS, W]``, with the rows' scales ``[ROWS]``."""
     low, high = clamp_to(to_float32(low), FLOAT32_MAX), clamp_to(to_float32(high), FLOAT32_MAX)
     both = tl.reshape(tl.join(low, high), [low.shape[0], 2 * low.shape[1]])
     scale = _inline_scale(row_absmax(both), 7.0)
@@ -161,7 +167,9 @@ def _write_side(
     FORMAT: tl.constexpr,
     HARDWARE_E4M3: tl.constexpr,
 ):
-    """Quantise and store K or V of some rows; K under RoPE is rotated, in place too, first.
+    """Quantise and store K or V of some rows.
+
+    With RoPE, K is rotated first, and the rotated elements are also stored in place.
 
     Args:
         rows: ``[ROWS, 1]`` pointers to the model's rows.
@@ -169,9 +177,10 @@ def _write_side(
         target_scales: ``[ROWS]`` pointers to inline scales, or None.
         scale: ``[ROWS]`` fp32 scale of the layer, or None.
         written: ``[ROWS, 1]``, which rows have a slot.
-        table_rows: as in ``_load_rows``, and so are ``turned`` and ``ROTARY_DIM``.
-        turned: likewise.
+        table_rows: ``[ROWS, 1]`` pointers to cosines, then sines; None without RoPE.
+        turned: ``[ROWS, 1]``, which rows are rotated; None without RoPE.
         WIDTH: elements of a row.
+        ROTARY_DIM: elements of a row that rotate; 0 without RoPE.
     """
     present = written
     if ROTARY_DIM > 0:
@@ -187,7 +196,7 @@ def _write_side(
     if FORMAT == "int4":
         upper = _load_rows(rows, mask, table_rows, turned, SPAN, TILE, ROTARY_DIM, IS_NEOX)
     if ROTARY_DIM > 0:
-        # Elsewhere in the program an element may still be awaited as another's partner.
+        # Another thread may not have loaded this element yet as the partner of its own.
         tl.debug_barrier()
         tl.store(rows + cols, x, mask=mask & turned & (cols < ROTARY_DIM))
         if FORMAT == "int4":
@@ -220,7 +229,7 @@ def _turn_queries(
     QUERY_ALIGN: tl.constexpr,
     TABLE_ALIGN: tl.constexpr,
 ):
-    """Rotate one program's rows of the query in place; what does not rotate is not touched."""
+    """Rotate one program's rows of the query in place; other elements are not touched."""
     row = program * QUERY_ROWS + tl.arange(0, QUERY_ROWS)
     token, head = row // QUERY_HEADS, row % QUERY_HEADS
     table_rows, turned = rows_of_table(
@@ -232,13 +241,13 @@ def _turn_queries(
     cols = tl.arange(0, TILE)[None, :]
     mask = turned & (cols < ROTARY_DIM)
     x = _load_rows(rows, mask, table_rows, turned, 0, TILE, ROTARY_DIM, IS_NEOX)
-    # Elsewhere in the program an element may still be awaited as another's partner.
+    # Another thread may not have loaded this element yet as the partner of its own.
     tl.debug_barrier()
     tl.store(rows + cols, x, mask=mask)
 
 
 def _name(specialization: Any) -> str:
-    """What profiles call the kernel."""
+    """The kernel's name in profiles."""
     rotates = specialization.constants.get("ROTARY_DIM", 0) > 0
     return "rope_write_kv_kernel" if rotates else "write_kv_kernel"
 
@@ -316,8 +325,9 @@ def write_kv_kernel(
     Grid: the programs of ``num_tokens`` tokens of key and value, then those of
     ``num_query_tokens`` of the query.
 
-    Layout: key ``[T, Hk, D]``, value ``[T, Hk, Dv]``, query ``[T, H, D]``, caches
-    ``[N, P, Hk, ...]``, inline scales ``[N, P, Hk]`` or None; rows contiguous, strides any.
+    Layout: key is ``[T, Hk, D]``, value is ``[T, Hk, Dv]``, query is ``[T, H, D]``. Caches are
+    ``[N, P, Hk, ...]``, inline scales are ``[N, P, Hk]`` or None. Rows are contiguous; all other
+    strides are free.
     """
     pid = tl.program_id(0).to(tl.int64)
     num_key_programs = tl.cdiv(num_tokens.to(tl.int64) * HEADS, ROWS)

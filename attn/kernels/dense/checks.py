@@ -1,4 +1,4 @@
-"""What callers of the dense kernels can get wrong."""
+"""Checks of what callers hand to the dense kernels; each names the argument and its value."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def check_call(layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTensors) -> None:
-    """Tensors and step of a call; once per form, so that others cost nothing.
+    """Check the tensors and the step of a call. A launcher calls this once per compiled variant.
 
     Raises:
-        ValueError: what does not fit the layer; both values are named.
+        ValueError: a tensor or the step does not fit the layer; the message names both values.
     """
     _check_tensors(layer, tensors)
     _check_step(step, tensors)
@@ -55,15 +55,17 @@ def _check_tensors(layer: DenseLayer, tensors: DenseTensors) -> None:
 
 
 def check_reach(name: str, rows: torch.Tensor) -> None:
-    """Kernels reckon the place of a token in 64 bits, and that of its heads, or of a token inside
-    its page, in 32.
+    """Check that offsets within a token, or within a page, fit 32 bits.
+
+    Kernels compute the offset of a token, or of a page, in 64 bits. They compute the offset of a
+    head within its token, or of a token within its page, in 32 bits.
 
     Args:
-        name: of the tensor.
+        name: the tensor's name in the message.
         rows: ``[T, H, D]``, or a cache ``[N, P, ...]``.
 
     Raises:
-        ValueError: heads of one token, or tokens of one page, lie further apart than that.
+        ValueError: the second dimension spans 2^31 elements or more.
     """
     reach = (rows.shape[1] - 1) * rows.stride(1)
     if reach >= 1 << 31:
@@ -74,7 +76,11 @@ def check_reach(name: str, rows: torch.Tensor) -> None:
 
 
 def check_heads(layer: DenseLayer, plan: SplitPlan) -> None:
-    """The plan is for layers with these heads."""
+    """Check that the plan is for layers with this layer's heads.
+
+    Raises:
+        ValueError: it is for another number of KV heads, or of query heads per KV head.
+    """
     tile, group = plan.tile, layer.num_heads // layer.num_kv_heads
     planned = plan.heads * plan.head_loops // tile.head_tiles
     if planned != layer.num_kv_heads or not 0 <= tile.tile_heads * tile.head_tiles - group < (
@@ -88,7 +94,11 @@ def check_heads(layer: DenseLayer, plan: SplitPlan) -> None:
 
 
 def _check_step(step: TritonAttentionMetadata, tensors: DenseTensors) -> None:
-    """What kernels read by a pointer alone is dense."""
+    """Check that tensors which kernels read without a stride are contiguous.
+
+    Raises:
+        ValueError: one is not contiguous in its last dimension.
+    """
     read = {
         "block_table": step.block_table,
         "causal": step.causal,
@@ -104,7 +114,11 @@ def _check_step(step: TritonAttentionMetadata, tensors: DenseTensors) -> None:
 
 
 def _check_stripe(layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTensors) -> None:
-    """Nothing but causality depends on positions when the keys are one rank's."""
+    """Check that a layer whose cache holds one rank's keys has no mask or bias besides causality.
+
+    Raises:
+        ValueError: it has one that depends on positions.
+    """
     if step.stripe is None:
         return
     asked = {DCP: f"decode_context_parallel_size ({step.stripe.size})"}

@@ -1,4 +1,4 @@
-"""What forms of the plain dense kernels' launches are given beside tensors."""
+"""Arguments of the portable dense kernels that do not differ between launches of one variant."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from builders.dense.record import TritonAttentionMetadata
 
 FINISH_CELLS = 1024
-"""Cells of a state that the program which finishes a row folds at a time."""
+"""Elements of a state that a program folds at a time."""
 _TRITON_TYPES = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
@@ -31,19 +31,20 @@ _TRITON_TYPES = {
 
 
 def compute_type(model: torch.dtype, stored: Stored, element: torch.dtype) -> tuple[Any, bool]:
-    """Type of the products' operands, and whether the query must be brought into its range."""
+    """The type of the products' operands, and whether the query must be scaled into its range."""
     if model == torch.float32:
         return tl.float32, False
     if stored.kind != NATIVE or element == torch.float16:
         return tl.float16, model == torch.bfloat16
-    # A 16-bit type holds neither the other's range nor its precision, and the interpreter
-    # multiplies bf16 by its bits.
+    # The cache is bf16 or fp32 from here on. fp16 lacks the range of bf16, and bf16 lacks the
+    # precision of fp16: where the model has another type, products are in fp32. They are for bf16
+    # under Triton's interpreter too, which would multiply the bit patterns.
     is_right = element == model and not (INTERPRETED.value and model == torch.bfloat16)
     return _TRITON_TYPES[model] if is_right else tl.float32, False
 
 
 def strides(tensors: DenseTensors, k_words: torch.Tensor, v_words: torch.Tensor) -> dict[str, Any]:
-    """Strides and alignment of rows, and the block size, 0 for an encoder's."""
+    """Strides and alignment of rows, in elements, and the block size: 0 for an encoder."""
     query, output, lse, inline = tensors.query, tensors.output, tensors.lse, tensors.keys.key_scale
     paged = k_words.dim() == 4
     k_strides = k_words.stride()[:3] if paged else (0, *k_words.stride()[:2])
@@ -63,7 +64,7 @@ def strides(tensors: DenseTensors, k_words: torch.Tensor, v_words: torch.Tensor)
         "lse_token": 0 if lse is None else lse.stride(0),
         "BLOCK_SIZE": k_words.shape[1] if paged else 0,
         "SAME_ROWS": k_strides == v_strides,
-        # Largest power of two, up to 16 words, that every row starts at a multiple of.
+        # In words: the largest power of two, at most 16, that divides every row's start.
         "ALIGN": math.gcd(16, *k_strides, *v_strides, *starts),
     }
 
@@ -76,15 +77,15 @@ def shared_constants(
     varying: Mapping[str, Any],
     form: tuple[int, bool],
 ) -> dict[str, Any]:
-    """What both kernels' forms hold.
+    """The arguments that both portable kernels have in common.
 
     Args:
-        layer: what never changes.
+        layer: the layer's constants.
         stored: how rows of its cache are read.
         step: the builder's record.
-        tensors: of a forward, which fit both.
-        varying: arguments that differ from call to call, the words of keys and values among them.
-        form: as of :func:`attn.kernels.lang.stored.decode_form`.
+        tensors: the tensors of a forward, which fit layer and step.
+        varying: arguments that differ from call to call, with ``key_ptr`` and ``value_ptr``.
+        form: the result of :func:`attn.kernels.lang.stored.decode_form` for the device.
     """
     stripe = step.stripe or Stripe(1, 0, 1)
     rswa = step.rswa_prefix_lens is not None and step.rswa_window is not None
@@ -140,7 +141,7 @@ def shared_constants(
 
 
 def split_constants(plan: SplitPlan, width: int) -> dict[str, Any]:
-    """The split-KV kernel's own constants; ``width`` is that of a state's row."""
+    """The arguments that only the split-KV kernel has; a state's row is ``width`` elements."""
     tile = plan.tile
     finish_rows = power_of_two(tile.tile_heads * tile.query_tokens)
     return {
@@ -167,7 +168,10 @@ def split_constants(plan: SplitPlan, width: int) -> dict[str, Any]:
 def prefill_constants(
     tile: PrefillTile, fixed: Mapping[str, Any]
 ) -> tuple[PrefillTile, dict[str, Any]]:
-    """The prefill kernel's own constants, after those of both kernels; and the launch's tile."""
+    """The tile of the launch, and the arguments that only the prefill kernel has.
+
+    ``fixed`` holds :func:`shared_constants`; the returned arguments replace some of them.
+    """
     sizes = (fixed["K_SIZE"], fixed["V_SIZE"], fixed["KIND"])
     apart: dict[str, Any] = {"REST": 0}
     if sizes == (192, 128, NATIVE) and fixed["COMPUTE"] != tl.float32 and tile.pair_stages:

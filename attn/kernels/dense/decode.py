@@ -1,17 +1,20 @@
-"""Decode, speculative verify and short extends: a few query tokens per row, split over the keys.
+"""The portable split-KV kernel: decode, speculative verify and short extends.
 
-A row is a tile of query rows (query tokens x a KV head's group of query heads) of one request, over
-one bundle of segments of its keys. The step's plan (:mod:`builders.splitkv.planner`) gives every
-group of programs a run of segments; the programs of a group, one per KV head, walk the same tokens
-at the same time. Each segment's state starts from nothing, and a row's states are folded in the
-order of its segments, so a row's bits depend on that row alone: neither on the batch nor on where
-the work was cut.
+A work item is a tile of query rows of one request, together with one segment group of that
+request's keys. A query row is one query head of one query token; the heads of a tile share a KV
+head. The step's plan (:mod:`builders.splitkv.planner`) gives every group of programs a run of
+segments, which may begin and end in the middle of a work item. The programs of a group, one per
+tile of heads, walk the same keys at the same time.
 
-A program that enters a row at its start folds in registers; one that enters later stores a state
-per segment. The last of a row's programs to arrive, by a counter of segments that resets itself,
-folds the stored states and writes the row. Where the keys of the same queries are in several
-bundles, the states of those are folded in their turn, by whoever has the last. No program waits for
-another.
+Each segment's state starts empty, and the states of a work item are folded in the order of its
+segments. The bits of a result therefore depend on its request alone: neither on the rest of the
+batch nor on where the plan cut the work.
+
+A program that enters a work item at its start folds its segments in registers. A program that
+enters later stores one state per segment. A counter, which resets itself, says which program of the
+work item arrives last: that program folds the stored states and writes the result. Where the keys
+of the same queries fill several segment groups, the states of the groups are folded in a second
+round by the last program to arrive there. No program waits for another.
 """
 
 from __future__ import annotations
@@ -46,7 +49,10 @@ def _places(
     tile_of_heads, token, count, row, HEAD_TILES: tl.constexpr, TILE_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    """KV head of a tile; token and query head of each of its rows, and whether there is one."""
+    """The KV head of a tile of heads, and the token and query head of each of its rows ``[ROWS]``.
+
+    The fourth result, ``[ROWS]`` bool, is False for the padding rows of the tile.
+    """
     kv_head = tile_of_heads // HEAD_TILES
     in_group = (tile_of_heads % HEAD_TILES) * TILE_HEADS + row % TILE_HEADS
     wanted = (row < count * TILE_HEADS) & (in_group < GROUP)
@@ -55,14 +61,21 @@ def _places(
 
 @triton.jit
 def _fields_of(r, mine, rows_ptr, HEAD_LOOPS: tl.constexpr):
-    """Where a row's numbers are: a group's first row has a copy beside the group's start."""
+    """Pointer to the numbers of work item ``r``.
+
+    ``mine`` points to the program group's share, which holds a copy of its first work item's
+    numbers; the numbers of all others are read from the plan's table.
+    """
     copy = mine + (_SHARE_FIELDS - _FIELDS)
     return tl.where(r == tl.load(mine), copy, rows_ptr + (r // HEAD_LOOPS) * _FIELDS)
 
 
 @triton.jit
 def _place_of(fields, loop, end):
-    """Place of a row's first tile among all tiles of the step, or (end 1) past its last."""
+    """The place of a work item's first KV tile among all KV tiles of the step.
+
+    With ``end`` 1, the place behind its last KV tile.
+    """
     return tl.load(fields + 7) + (loop + end) * tl.load(fields + 6)
 
 
@@ -191,17 +204,20 @@ def decode_kernel(
     WAITS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Attention of the plan's rows; grid ``(groups * HEADS,)``.
+    """Attention of the plan's work items; grid ``(groups * HEADS,)``.
 
-    Shapes: query ``[T, H, K_SIZE]``, out ``[T, H, V_SIZE]``, LSE ``[T, H]``; key and value
-    ``[N, BLOCK_SIZE, Hk, words]`` by their strides in stored words; the rest as in the plan.
-    DCP: the cache holds one rank's keys, see :class:`builders.splitkv.stripe.Stripe`.
-    FREE cuts rows between any two tiles, so that bits depend on the batch: what invariance costs is
-    measured against it. WAITS: it may have been started ahead.
+    Shapes: query is ``[T, H, K_SIZE]``, out is ``[T, H, V_SIZE]``, LSE is ``[T, H]`` fp32. Key and
+    value are ``[N, BLOCK_SIZE, Hk, words]``, and their strides count stored words. The shapes of
+    the plan's tensors are in :class:`builders.splitkv.record.SplitPlan`.
+
+    Flags: DCP says that the cache holds the keys of one rank only, see
+    :class:`builders.splitkv.stripe.Stripe`. FREE cuts work items between any two KV tiles, so that
+    bits depend on the batch; benchmarks measure the cost of invariance against it. WAITS says that
+    the kernel may start before the kernels ahead of it have ended.
     """
     if WAITS:
-        # Of everything: queries and keys are written by kernels before this one, too, and the
-        # kernel behind it takes its end for theirs.
+        # Wait before any read: kernels ahead write the plan, the queries and the keys. Every
+        # program waits: a kernel behind takes the end of this one for the end of all before it.
         gdc_wait()
     USED: tl.constexpr = TILE_HEADS * QUERY_TOKENS
     EDGES: tl.constexpr = WINDOW or CHUNK or RSWA
@@ -211,11 +227,12 @@ def decode_kernel(
     mine = shares_ptr + (pid // HEADS) * _SHARE_FIELDS
     row = tl.arange(0, ROWS)
     first_row = tl.load(mine)
-    # The step's tiles are wanted in a while, so they are asked for now; they are not negative.
+    # The loop needs the number of the step's tiles soon. Loading it here hides its latency. The
+    # number is never negative, so this minimum is 0 and changes nothing but the load's place.
     unwanted = tl.minimum(tl.load(total_ptr + 1), 0)
     past_row = tl.load(mine + 2) + (tl.load(mine + 3) > 0).to(tl.int32) + unwanted
-    # A row's numbers are read again where needed, and with quantised caches nothing is kept
-    # from row to row: registers are for keys.
+    # Registers are for keys. A work item's numbers are therefore loaded again where they are
+    # needed, and with quantised caches the compiler may hoist nothing out of this loop.
     for r in tl.range(first_row, past_row, num_stages=1, disable_licm=PLANES > 1):
         total = tl.load(total_ptr + 1)
         shares = groups
@@ -236,7 +253,8 @@ def decode_kernel(
         base = tl.load(fields + 7) + (r % HEAD_LOOPS) * tl.load(fields + 6)
         owner = (base.to(tl.int64) * shares // total).to(tl.int32)
         if FREE:
-            # Starts are tiles: a group's run of tiles is one part, wherever it was cut.
+            # Shares start at tiles here, not at segments. The run of tiles that one program group
+            # has of a work item counts as one part.
             tiles = tl.load(fields + 6)
             first_tile = tl.load(fields + 5)
             cut_low = first_tile + begin
@@ -273,7 +291,8 @@ def decode_kernel(
                 causal = tl.load(causal_ptr + req).to(tl.int32)
             prefix = 0
             if RSWA:
-                # Engines may say the largest number for all keys, which has no room for a tile.
+                # Engines may pass the largest int32 for "all keys"; rounding that up to a tile
+                # would overflow.
                 prefix = tl.minimum(tl.load(prefix_ptr + req), kv_len)
             ranges = ranges_ptr
             if RANGES:
@@ -319,11 +338,11 @@ def decode_kernel(
             safe_low = kv_start
             hole = 0
             if RSWA:
-                # Between prefix and window lies what no query sees, if anything.
+                # Slots between prefix and window, if any, are seen by no query: never read them.
                 apart = tl.cdiv(prefix, RUN) * RUN < kv_start
                 safe_low = tl.where(apart, kv_start, 0)
                 hole = tl.where(apart, prefix, 0)
-            # A layer that sees further back than the plan knows starts earlier than the plan.
+            # A layer whose window is longer than the plan's starts before the plan's first segment.
             begins = first_part + begin
             stop = first_part + end
             if not FREE:
@@ -338,11 +357,13 @@ def decode_kernel(
             )
             m = tl.full([ROWS], float("-inf"), tl.float32)
             l = tl.zeros([ROWS, KV_TILE], tl.float32)
-            # The first group that starts inside the row lends it its slots: no other row can.
+            # The lending program belongs to the first group that starts inside this work item. It
+            # starts inside no other one, so its state slots are free for this work item.
             lender = owner + 1
             slots = (lender * HEADS + lane) * AREA
             if begin > 0:
-                # Segments of which this layer's queries see nothing are states all the same.
+                # The fold reads a state for every segment of the part. Segments that no query of
+                # this layer sees get an empty state.
                 seen = begins
                 unseen = stop
                 if not FREE:
@@ -410,7 +431,7 @@ def decode_kernel(
                 in_parts = (begin > 0) | (end < parts)
                 after_prefix = 1
                 if not FREE:
-                    # Only the last to arrive needs it, and then at once.
+                    # Only the last program to arrive needs this number, and then without delay.
                     after_prefix = tl.load(starts_ptr + 2 * lender + 1, mask=in_parts, other=1)
                 bundle = tl.load(fields + 10)
                 loop = r % HEAD_LOOPS
@@ -418,8 +439,9 @@ def decode_kernel(
                 spans = bundles > 1
                 mine_too = slots
                 if bundles > 1:
-                    # Where states of the tokens' bundles go: lent by the first group that starts in
-                    # the middle of their keys, or the program's own when there is none.
+                    # The states of the segment groups go to slots of the first program that starts
+                    # in the middle of these tokens' keys. Where no program starts there, one
+                    # program has all segment groups and uses its own slots.
                     total = tl.load(total_ptr + 1)
                     which = r // HEAD_LOOPS - bundle
                     place = _place_of(rows_ptr + which * _FIELDS, loop, 0)
@@ -435,7 +457,7 @@ def decode_kernel(
                         states_ptr, sums_ptr, slot, M, L, A0, A1, A2, A3, USED, V_WIDTH, PLANES
                     )
                 counter = counters_ptr + slots // AREA
-                # All threads have stored before one of them says so.
+                # All threads must have stored their states before the counter says so.
                 tl.debug_barrier()
                 arrived = tl.atomic_add(
                     counter, end - begin, mask=in_parts, sem="acq_rel", scope="gpu"
@@ -443,7 +465,8 @@ def decode_kernel(
                 ready = is_whole | (arrived + end - begin == parts)
                 tl.store(counter, 0, mask=ready & in_parts)
                 if ready:
-                    # First the bundle's segments, if they are in parts, then the bundles.
+                    # Level 0 folds the segments of this segment group, where several programs have
+                    # them. Level 1 folds the segment groups.
                     for level in range(is_whole.to(tl.int32), tl.where(bundles > 1, 2, 1)):
                         slot = slots
                         after = after_prefix

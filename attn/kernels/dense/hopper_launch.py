@@ -1,5 +1,7 @@
-"""What launches of all Hopper kernels share: the question to the builder's choice, descriptors of
-tensors for TMA, and the variants of one kernel in one layer.
+"""Code that the launches of several Hopper kernels share.
+
+It asks the builder's choice whether a kernel serves a layer, describes tensors for TMA, and keeps
+the launchers of one kernel in one layer, one for each variant.
 """
 
 from __future__ import annotations
@@ -27,15 +29,19 @@ if TYPE_CHECKING:
 
 Plan = TypeVar("Plan", HopperPlan, SplitPlan)
 COLUMNS = 64
-"""Columns of a box: the 128 bytes of a swizzled row."""
+"""Columns of a TMA box: 64 16-bit words are the 128 bytes of a swizzled row."""
 MOST_DESCRIPTORS = 64
-"""Kept for launches with tensors at the same addresses."""
+"""Most descriptors that are kept for later launches with tensors at the same addresses."""
 
 
 def asked(
     layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTensors
 ) -> tuple[DenseShape, int, LayerAsks]:
-    """What both kernels depend on: the layer's shape, tokens of a page, and what else is asked."""
+    """The question that decides whether a Hopper kernel serves a layer.
+
+    Returns:
+        The layer's shape; tokens of a page, 0 without pages; and what else the layer asks for.
+    """
     query, key, value = tensors.query, tensors.keys.key, tensors.keys.value
     shape = DenseShape(
         layer.num_heads,
@@ -59,7 +65,7 @@ def asked(
 
 
 def _sees_all(layer: DenseLayer, step: TritonAttentionMetadata) -> bool:
-    """Every query sees every key, wherever it stands."""
+    """Whether every query sees every key, whatever its position."""
     is_local = layer.sliding_window is not None or layer.attention_chunk_size is not None
     return not is_local and (step.causal is False or not layer.causal)
 
@@ -67,10 +73,10 @@ def _sees_all(layer: DenseLayer, step: TritonAttentionMetadata) -> bool:
 def is_planned(
     found: HopperDecodeTile | None, planned: HopperDecodeTile, is_required: bool
 ) -> bool:
-    """The tile of a layer is that of the plan.
+    """Whether the tile ``found`` for a layer is the plan's tile ``planned``.
 
     Raises:
-        ValueError: it is another one, and the kernel is asked for by name.
+        ValueError: the tiles differ, and the configuration asks for the kernel by name.
     """
     if found is not None and found != planned and is_required:
         raise ValueError(
@@ -80,17 +86,20 @@ def is_planned(
 
 
 class Descriptors:
-    """Descriptors of tensors that come back at the same addresses; they hold no tensor."""
+    """TMA descriptors of tensors that come back at the same addresses.
+
+    A descriptor keeps no tensor alive.
+    """
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], TensorDescriptor] = {}
         self._latest: dict[str, tuple[tuple[Any, ...], TensorDescriptor]] = {}
 
     def of(self, name: str, rows: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
-        """A descriptor of rows in boxes of that shape, for the argument of that name."""
+        """The descriptor of ``rows`` in boxes of shape ``box``, for the argument ``name``."""
         key = (rows.data_ptr(), rows.dtype, rows.shape, rows.stride(), box)
         latest = self._latest.get(name)
-        # Comparing costs less than a hash.
+        # Comparing with the latest key costs less than a hash of this one.
         if latest is not None and latest[0] == key:
             return latest[1]
         found = self._known.get(key)
@@ -108,7 +117,7 @@ class HopperVariants(ABC, Generic[Plan]):
     def __init__(self, layer: DenseLayer) -> None:
         """
         Args:
-            layer: what never changes.
+            layer: the layer's constants.
         """
         self._layer = layer
         self._variants: Variants[Launcher | None] = Variants()
@@ -126,19 +135,19 @@ class HopperVariants(ABC, Generic[Plan]):
         """The launch of a step; None where the portable kernel serves it.
 
         Args:
-            plan: the builder's.
+            plan: the builder's plan for this kernel.
             step: the builder's record.
-            tensors: of this forward.
-            varying: values of what differs from launch to launch, by the portable kernel's names;
-                this kernel's own are added.
-            key: everything beside the plan that the kernel's variant, or leaving the step to the
-                portable kernel, depends on.
-            check: called once for each variant. It checks the tensors, and gives what the portable
-                kernel is given of the plan.
+            tensors: the tensors of this forward.
+            varying: arguments that differ from launch to launch, by the portable kernel's names;
+                this method adds the arguments that only this kernel has.
+            key: everything besides the plan that decides which variant of this kernel serves the
+                step, or whether the portable kernel does.
+            check: called once for each variant. It checks the tensors, and returns the portable
+                kernel's arguments that follow from the plan.
 
         Raises:
-            ValueError: the kernel does not serve this and is asked for by name; a plan for a layer
-                of another shape.
+            ValueError: the kernel does not serve the step, but the configuration asks for it by
+                name; or the plan is for a layer of another shape.
         """
         launcher = self._variants.of(
             (self._static(plan), key), lambda: self._new_launcher(plan, step, tensors, check())
@@ -151,7 +160,7 @@ class HopperVariants(ABC, Generic[Plan]):
     def _described(
         self, name: str, rows: torch.Tensor, box: tuple[int, ...], tensors: DenseTensors
     ) -> TensorDescriptor:
-        """The descriptor of keys or values, kept with what was made of them."""
+        """The descriptor of keys or values, kept in ``tensors.rows`` where there is one."""
         kept = tensors.rows
         if kept is None:
             return self._descriptors.of(name, rows, box)
@@ -162,7 +171,7 @@ class HopperVariants(ABC, Generic[Plan]):
 
     @abstractmethod
     def _static(self, plan: Plan) -> tuple[Any, ...]:
-        """All that a variant depends on in a plan."""
+        """The part of the variant key that stands for the plan."""
 
     @abstractmethod
     def _new_launcher(
@@ -172,7 +181,7 @@ class HopperVariants(ABC, Generic[Plan]):
         tensors: DenseTensors,
         constants: Mapping[str, Any],
     ) -> Launcher | None:
-        """The kernel with what its launches share; None leaves them to the portable kernel."""
+        """The launcher of a new variant; None leaves the step to the portable kernel."""
 
     @abstractmethod
     def _add_varying(
@@ -182,14 +191,14 @@ class HopperVariants(ABC, Generic[Plan]):
         tensors: DenseTensors,
         varying: dict[str, Any],
     ) -> int:
-        """Add this kernel's own varying arguments; returns the number of its programs."""
+        """Add the varying arguments that only this kernel has; return the number of programs."""
 
 
 class _Address:
-    """What a descriptor reads of a tensor. The tensor itself would be kept alive by it."""
+    """The dtype and the address of a tensor: a descriptor keeps this alive, and not the tensor."""
 
     def __init__(self, rows: torch.Tensor) -> None:
-        # Bytes are bytes to TMA.
+        # TMA copies bytes as they are, so that every 8-bit type can be uint8.
         self.dtype = torch.uint8 if rows.element_size() == 1 else rows.dtype
         self._address = rows.data_ptr()
 
@@ -198,9 +207,10 @@ class _Address:
 
 
 def _describe(rows: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
-    """A descriptor whose boxes are swizzled as products want them; outside they are zeros.
+    """Describe rows for TMA, in boxes swizzled as the products need them.
 
-    Rows without pages are one page.
+    TMA fills the parts of a box outside the tensor with zeros. Rows without pages count as one
+    page.
     """
     if rows.dim() < len(box):
         rows = rows[None]

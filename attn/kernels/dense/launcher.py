@@ -1,4 +1,4 @@
-"""Launches of the dense attention kernels: from a layer, a step and its tensors to records."""
+"""Launches of the dense attention kernels, made from a layer, a step's record and its tensors."""
 
 from __future__ import annotations
 
@@ -29,19 +29,21 @@ if TYPE_CHECKING:
 class DenseLauncher:
     """The launches of one layer.
 
-    A *variant* is a launch without its tensors: a kernel and the arguments that all launches like
-    it share. It depends on the layer, on dtypes, strides and alignment of the tensors, on which of
-    them there are, and on static numbers of the plan. It is made, and the tensors are checked, once
-    for all launches like it; no length is part of what it depends on.
+    A *variant* is a launch without its tensors: a kernel, and the arguments that all launches of
+    the variant share. A variant depends on the layer, on the dtypes, strides and alignment of the
+    tensors, on which optional tensors are given, and on static numbers of the plan. It depends on
+    no length. A variant is prepared, and its tensors are checked, once.
     """
 
     tensors = DenseTensors
-    """What :meth:`attend` takes, for those who import this module late: at no forward again."""
+    """The class of :meth:`attend`'s argument.
+
+    An impl imports this module late; with the class here, no forward has to import it again."""
 
     def __init__(self, layer: DenseLayer) -> None:
         """
         Args:
-            layer: what never changes.
+            layer: the layer's constants.
         """
         self.layer = layer
         self._stored = stored_as(layer.cache_dtype)
@@ -56,7 +58,7 @@ class DenseLauncher:
 
         Args:
             step: the builder's record.
-            tensors: of this forward.
+            tensors: the tensors of this forward.
 
         Raises:
             ValueError: tensors that do not fit the layer.
@@ -79,8 +81,9 @@ class DenseLauncher:
         return self._split(step.split, step, tensors, varying, variant).call
 
     def prefill(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> KernelCall:
-        """The launch that serves the step's rows with many query tokens, as data; not the launch
-        before it that dequantises their keys, if there is one.
+        """The launch that serves the step's rows with many query tokens, as data.
+
+        Where a launch before it dequantises their keys, that launch is left out.
         """
         assert step.prefill is not None
         variant = self._variant(step, tensors)
@@ -95,8 +98,10 @@ class DenseLauncher:
         varying: dict[str, Any],
         variant: tuple[Any, ...],
     ) -> Launch:
-        """The launch for rows with few query tokens: of the Hopper kernel where that is planned and
-        serves the layer, else of the portable kernel.
+        """The launch for rows with few query tokens.
+
+        The Hopper kernel is launched where the plan is for it and it serves the layer; otherwise
+        the portable kernel is.
         """
         varying["plan"] = plan.pointers
         if plan.hopper is not None:
@@ -131,8 +136,9 @@ class DenseLauncher:
         varying: dict[str, Any],
         variant: tuple[Any, ...],
     ) -> tuple[Launch, ...]:
-        """The launches for rows with many query tokens, in their order: one, or two where the keys
-        of a quantised cache are dequantised first.
+        """The launches for rows with many query tokens, in their order.
+
+        There is one launch, or two where the keys of a quantised cache are dequantised first.
         """
         hopper = plan.hopper
         if hopper is not None and hopper.widened is not None:
@@ -187,7 +193,8 @@ class DenseLauncher:
             check_call(self.layer, step, tensors)
             return {}
 
-        # The variant holds all other addresses that descriptors need aligned.
+        # Descriptors need aligned addresses. The variant key holds the alignment of all addresses
+        # but the query's already.
         key = (variant, tensors.query.data_ptr() % 16, step.first_positions is None)
         return self._hopper.bind(plan, step, tensors, varying, key, check)
 
@@ -213,8 +220,10 @@ class DenseLauncher:
         return self._hopper_decode.bind(plan, step, tensors, varying, variant, check)
 
     def _variant(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> tuple[Any, ...]:
-        """Everything but the plans that a variant depends on; no length and no address is part of
-        it. The numbers of rows are checked on the way.
+        """The variant key: everything that a variant depends on, except the plans.
+
+        No length is part of it, and of addresses only the alignment. The numbers of rows of query,
+        output and LSE are checked here too.
         """
         rows = tensors.rows
         if rows is None:
@@ -223,7 +232,7 @@ class DenseLauncher:
         k_scale, v_scale = tensors.k_scale, tensors.v_scale
         sinks, slopes = tensors.sinks, tensors.alibi_slopes
         try:
-            # A slice of a shape costs more than all of it.
+            # Unpacking a whole shape costs less than slicing it.
             tokens, heads, size = query.shape
             out_tokens, out_heads, out_size = output.shape
         except ValueError:
@@ -239,7 +248,7 @@ class DenseLauncher:
                 *map(_kind, (scale, k_scale, v_scale, sinks, slopes)),
             )
         causal, table = step.causal, step.block_table
-        # In one piece: each layer of each step comes by.
+        # One expression, without helpers: this runs in every layer of every step.
         return (
             query.dtype,
             query.device,
@@ -253,7 +262,7 @@ class DenseLauncher:
             rows.variant,
             rest,
             table.dtype,
-            # The tensors of a variant are checked for it once.
+            # Tensors are checked once for each variant, so the variant must hold what is checked.
             table.stride()[1],
             causal if isinstance(causal, bool) else None,
             step.mm_ranges is not None,
@@ -264,7 +273,7 @@ class DenseLauncher:
         )
 
     def _varying(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> dict[str, Any]:
-        """Arguments of all kernels that differ from launch to launch."""
+        """The arguments that differ from launch to launch, for all dense kernels."""
         rows = tensors.rows
         assert rows is not None
         keys, output, ranges = tensors.keys, tensors.output, step.mm_ranges
@@ -297,7 +306,7 @@ class DenseLauncher:
     def _fixed(
         self, step: TritonAttentionMetadata, tensors: DenseTensors, varying: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Arguments of both portable kernels that a launcher keeps; the tensors are checked."""
+        """The arguments that a launcher of a portable kernel keeps; checks the tensors first."""
         check_call(self.layer, step, tensors)
         form = decode_form(tensors.query.device)
         return shared_constants(self.layer, self._stored, step, tensors, varying, form)
@@ -306,17 +315,17 @@ class DenseLauncher:
 def split_call(
     layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTensors
 ) -> KernelCall:
-    """The launch that serves the step's rows with few query tokens, prepared anew."""
+    """The launch that serves the step's rows with few query tokens, by a launcher of its own."""
     return DenseLauncher(layer).split(step, tensors)
 
 
 def prefill_call(
     layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTensors
 ) -> KernelCall:
-    """The launch that serves the step's rows with many query tokens, prepared anew."""
+    """The launch that serves the step's rows with many query tokens, by a launcher of its own."""
     return DenseLauncher(layer).prefill(step, tensors)
 
 
 def _kind(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
-    """What a variant depends on of a tensor that is read by its address alone."""
+    """The part of the variant key that stands for a tensor read through its address alone."""
     return None if tensor is None else (tensor.dtype, tensor.numel())

@@ -1,8 +1,9 @@
-"""Prefill, chunked prefill and encoders: many query tokens per request, one pass over the keys.
+"""The portable prefill kernel: prefill, chunked prefill and encoders, one pass over the keys.
 
-A program takes one query head and a tile of query tokens at a time, latest tokens first, since they
-see most keys. Tiles that every query of the tile sees whole are not masked. How many tiles a step
-has is read from the device: a captured graph launches a fixed grid, whatever the batch.
+A program takes one query head and one tile of query tokens at a time. The latest tokens come first,
+since they see most keys. A tile of keys that every query of the tile sees whole is not masked. The
+kernel reads the number of the step's tiles from the device, because a captured graph launches the
+same grid for every batch.
 """
 
 from __future__ import annotations
@@ -133,12 +134,16 @@ def prefill_kernel(
     STAGES: tl.constexpr,
     REST: tl.constexpr,
 ):
-    """Attention of requests with many new tokens; grid ``(programs,)``, any number of them.
+    """Attention of requests with many new tokens; grid ``(programs,)``, any number of programs.
 
-    Shapes as in :func:`attn.kernels.dense.decode.decode_kernel`; tile_starts ``[R + 1]`` int32.
-    With BLOCK_SIZE 0 (encoders) key and value are ``[T, Hk, words]`` and a request's keys are its
-    own. With first_ptr ``[R]`` int32 a request's queries stand from there on, not at its keys' end.
-    REST: columns of keys beyond K_WIDTH.
+    Shapes: query is ``[T, H, K_SIZE]``, out is ``[T, H, V_SIZE]``, LSE is ``[T, H]`` fp32. Key and
+    value are ``[N, BLOCK_SIZE, Hk, words]``, and their strides count stored words. tile_starts
+    ``[R + 1]`` int32 gives the first query tile of each request.
+
+    With BLOCK_SIZE 0 (encoders) key and value are ``[T, Hk, words]``, and the keys of a request are
+    the rows of its own tokens. With first_ptr ``[R]`` int32 the first query of a request has that
+    position; without it the last query of a request has the position of its last key. REST is the
+    number of key columns beyond K_WIDTH.
     """
     EDGES: tl.constexpr = WINDOW or CHUNK or RSWA
     RUN: tl.constexpr = KV_TILE if BLOCK_SIZE % KV_TILE == 0 else (BLOCK_SIZE & -BLOCK_SIZE)
@@ -146,7 +151,7 @@ def prefill_kernel(
     within = tl.arange(0, QUERY_TILE)
     for work in range(tl.program_id(0), num_tiles * HEADS, tl.num_programs(0)):
         head = work % HEADS
-        # The last tiles see most keys: they start first.
+        # The last tiles see most keys, so they start first.
         tile = num_tiles - 1 - work // HEADS
         req = 0
         above = num_reqs
@@ -202,7 +207,8 @@ def prefill_kernel(
             causal = tl.load(causal_ptr + req).to(tl.int32)
         prefix = 0
         if RSWA:
-            # Engines may say the largest number for all keys, which has no room for a tile.
+            # Engines may pass the largest int32 for "all keys"; rounding that up to a tile would
+            # overflow.
             prefix = tl.minimum(tl.load(prefix_ptr + req), kv_len)
         ranges = ranges_ptr
         if RANGES:
@@ -229,7 +235,7 @@ def prefill_kernel(
         safe_low = kv_start
         hole = 0
         if RSWA:
-            # Between prefix and window lies what no query sees, if anything.
+            # Slots between prefix and window, if any, are seen by no query and must not be read.
             apart = tl.cdiv(prefix, RUN) * RUN < kv_start
             safe_low = tl.where(apart, kv_start, 0)
             hole = tl.where(apart, prefix, 0)

@@ -1,4 +1,7 @@
-"""Query rows at both ends of their walk over the keys: loaded and prepared, then written."""
+"""Query rows before and after the loop over keys: loading and scaling queries, writing results.
+
+The last part folds states that several programs stored for the same query rows.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,11 @@ def load_query(
     query_ptr, offset, wanted, PLANE: tl.constexpr, K_WIDTH: tl.constexpr, K_USED: tl.constexpr,
     K_SIZE: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """The elements of query rows that meet one plane of the stored keys, ``[M, K_WIDTH]``."""
+    """Load the elements of query rows that one plane of the stored keys is multiplied with.
+
+    Returns:
+        ``[M, K_WIDTH]`` in the query's type; 0 where ``wanted [M]`` is False.
+    """
     index = tl.arange(0, K_WIDTH)
     column = plane_columns(index, PLANE, K_SIZE, KIND)
     mask = wanted[:, None] & (index < K_USED)[None, :]
@@ -31,9 +38,11 @@ def prepared_queries(
     K_SIZE: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, GUARD: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Query planes in the type of the product, and what scores are to be multiplied by, ``[M]``.
+    """Load query planes ``[M, K_WIDTH]`` in the type COMPUTE of the product.
 
-    GUARD: the product is in fp16, whose range bf16 exceeds; a power of two per row moves it there.
+    The fifth result ``[M]`` fp32 is the factor of each row's scores. GUARD says that a bf16 query
+    is multiplied in fp16, whose range is smaller: each row is multiplied by a power of two, and its
+    factor undoes that.
     """
     q0 = load_query(query_ptr, offset, wanted, 0, K_WIDTH, K_USED, K_SIZE, KIND)
     q1 = q0
@@ -63,8 +72,10 @@ def prepared_queries(
 
 @triton.jit
 def with_sinks(some, m, l, head, wanted, sinks_ptr):
-    """Maxima and sums of rows with their heads' sinks, where a row has a key, and what its values
-    are to be multiplied by; all ``[M]``.
+    """Add the heads' sinks to the maxima and sums of rows that have a key.
+
+    Returns:
+        Maxima, sums, and the factor that the rows' accumulators need then; all ``[M]`` fp32.
     """
     sink = tl.load(sinks_ptr + head, mask=wanted, other=0.0).to(tl.float32) * LOG2E
     top = tl.where(some, tl.maximum(m, sink), m)
@@ -75,7 +86,7 @@ def with_sinks(some, m, l, head, wanted, sinks_ptr):
 
 @triton.jit
 def write_lse(some, m, l, at, head, wanted, lse_ptr, lse_token):
-    """LSE of rows, ``[M]``, from their maxima and sums; -inf of those without keys."""
+    """Write the natural LSE of rows ``[M]``, fp32; rows without keys get -inf."""
     lse = tl.where(some, (m + tl.log2(l)) * _LN2, float("-inf"))
     tl.store(lse_ptr + at.to(tl.int64) * lse_token + head, lse, mask=wanted)
 
@@ -86,12 +97,12 @@ def write_rows(
     output_scale_ptr, out_token, out_head, lse_token, SINKS: tl.constexpr, FP8_OUT: tl.constexpr,
     LSE: tl.constexpr, HARDWARE_E4M3: tl.constexpr,
 ):  # fmt: skip
-    """Normalise a row's state and write it: output ``[M, columns]`` and LSE ``[M]``."""
+    """Normalise the states of rows and write them: output ``[M, columns]`` and LSE ``[M]``."""
     some = m > float("-inf")
     if SINKS:
         m, l, shrink = with_sinks(some, m, l, head, wanted, sinks_ptr)
         acc = acc * shrink[:, None]
-    # Rows without keys have nothing but zeros.
+    # The accumulator of a row without keys is zero, and so is its output.
     out = (acc * v_factor) / tl.where(some, l, 1.0)[:, None]
     offset = at.to(tl.int64) * out_token + head * out_head
     mask = wanted[:, None] & valid[None, :]
@@ -117,12 +128,14 @@ def fold_parts(
     FINISH_ROWS: tl.constexpr, FINISH_WIDTH: tl.constexpr, SINKS: tl.constexpr,
     FP8_OUT: tl.constexpr, LSE: tl.constexpr, HARDWARE_E4M3: tl.constexpr,
 ):  # fmt: skip
-    """Fold a row's stored states, from slot ``slot`` (its prefix, which holds the parts below
-    ``first``) and ``slot + first`` on, in their order; and write the row, or its state to slot
-    ``target`` if ``stores``, which may be one of those that are folded.
+    """Fold the stored states of a work item in their order, and write the result.
 
-    Stored by other multiprocessors, they are read past the L1 cache. Eight are under way at
-    a time.
+    Slot ``slot`` holds the state of all parts below ``first``; the slots from ``slot + first`` to
+    ``slot + parts`` hold one part each. If ``stores``, the folded state goes to slot ``target``,
+    which may be one of the slots that are folded; else the output is written.
+
+    The loads skip the L1 cache, because other multiprocessors stored the states. Up to eight states
+    are being loaded at a time.
     """
     CELLS: tl.constexpr = WIDTH * PLANES
     row = tl.arange(0, FINISH_ROWS)
@@ -141,7 +154,7 @@ def fold_parts(
             states_ptr, sums_ptr, slot, first, parts, row, cells, mine, mask, USED, CELLS
         )
         for part in range(first, parts, 4):
-            # The next four are asked for before these are folded: a fold waits for its own.
+            # Load the next four before folding these, so that only the first fold waits for memory.
             n0, k0, b0, n1, k1, b1, n2, k2, b2, n3, k3, b3 = _load_parts(
                 states_ptr, sums_ptr, slot, part + 4, parts, row, cells, mine, mask, USED, CELLS
             )
@@ -164,7 +177,8 @@ def fold_parts(
                 HARDWARE_E4M3,
             )  # fmt: skip
     if stores:
-        # Not with the first columns: every thread reads the old ones for each of its own.
+        # The maxima and sums are stored last: every iteration above reads those of slot ``target``
+        # where that slot is one of the folded ones. The barrier waits for these reads.
         tl.debug_barrier()
         sums = sums_ptr + target.to(tl.int64) * (2 * USED)
         tl.store(sums + row, m, mask=mine)
@@ -176,7 +190,10 @@ def _load_parts(
     states_ptr, sums_ptr, slot, part, parts, row, cells, mine, mask, USED: tl.constexpr,
     CELLS: tl.constexpr,
 ):  # fmt: skip
-    """States of four segments; past the last one the empty state, which folds as the identity."""
+    """Load the states of parts ``part`` to ``part + 3``.
+
+    A part from ``parts`` on gives the empty state, which changes nothing when it is folded.
+    """
     m0, l0, a0 = _load_part(
         states_ptr, sums_ptr, slot, part, parts, row, cells, mine, mask, USED, CELLS
     )
@@ -197,7 +214,7 @@ def _load_part(
     states_ptr, sums_ptr, slot, part, parts, row, cells, mine, mask, USED: tl.constexpr,
     CELLS: tl.constexpr,
 ):  # fmt: skip
-    """State of segment ``part``; past the last one the empty state, which folds as the identity."""
+    """Load the state of part ``part``; a part from ``parts`` on gives the empty state."""
     real = part < parts
     return load_state(
         states_ptr, sums_ptr, slot + part, row, cells, mine & real, mask & real, USED, CELLS
@@ -208,7 +225,7 @@ def _load_part(
 def load_state(
     states_ptr, sums_ptr, slot, row, cells, mine, mask, USED: tl.constexpr, CELLS: tl.constexpr
 ):
-    """m, l and acc of one stored state; empty where masked."""
+    """Load m, l and acc of one stored state; masked elements are those of the empty state."""
     slot = slot.to(tl.int64)
     sums = sums_ptr + slot * (2 * USED)
     m = tl.load(sums + row, mask=mine, other=float("-inf"), cache_modifier=".cg")

@@ -15,7 +15,7 @@ from specs.layouts import KVViews
 
 @dataclass(frozen=True)
 class DenseLayer:
-    """What never changes in a layer."""
+    """The constants of a layer of dense attention."""
 
     num_heads: int
     num_kv_heads: int
@@ -30,7 +30,7 @@ class DenseLayer:
     logits_soft_cap: float | None = None
     use_alibi_sqrt: bool = False
     clamps_ranges: bool = False
-    """Multimodal ranges reach no further back than the window."""
+    """Whether multimodal ranges reach no further back than the window."""
 
 
 @dataclass(slots=True)
@@ -44,7 +44,9 @@ class DenseTensors:
     output: torch.Tensor
     """``[T, H, Dv]``, last dimension contiguous; fp8 with ``output_scale``."""
     k_scale: torch.Tensor | None
-    """fp32 scalar or ``[Hk]`` of an fp8 cache; of others nothing is read, and None is cheaper."""
+    """fp32 scalar or ``[Hk]``, scale of the keys of a per-tensor fp8 cache.
+
+    Kernels read no scale for other caches; None is cheaper there."""
     v_scale: torch.Tensor | None
     lse: torch.Tensor | None = None
     """``[T, H]`` fp32, last dimension contiguous."""
@@ -52,24 +54,24 @@ class DenseTensors:
     sinks: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
     rows: KeyRows | None = None
-    """What a forward before made of ``keys``; made here where it is None."""
+    """``keys`` as kernels read them, kept from an earlier forward; the launcher sets it if None."""
     num_tokens: int = 0
-    """Rows that there must be of query and output."""
+    """The least number of rows that query and output must have."""
 
 
 class KeyRows:
-    """Keys and values as kernels read them, and what a kernel's variant depends on of them."""
+    """Keys and values as kernels read them, and their part of the variant key."""
 
     def __init__(self, keys: KVViews, stored: Stored) -> None:
         """
         Args:
-            keys: neither of which moves.
-            stored: how they are read.
+            keys: views of keys and values, whose addresses stay the same.
+            stored: how their rows are read.
         """
         key, value, inline = keys.key, keys.value, keys.key_scale
         self.words = stored.words(key), stored.words(value)
         self.described: dict[tuple[str, tuple[int, ...]], Any] = {}
-        """Descriptors of them for TMA, by the argument's name and the box."""
+        """TMA descriptors of keys and values, by the argument's name and the box."""
         self.variant = (
             key.dtype,
             value.dtype,
@@ -80,12 +82,14 @@ class KeyRows:
             (key.data_ptr() | value.data_ptr()) % 64,
             None if inline is None else inline.stride(),
         )
-        """All of them that a kernel's variant depends on; no address and no number of pages."""
+        """The part of the variant key that stands for keys and values.
+
+        It holds the alignment of their addresses, but no address and no number of pages."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """How rows of a cache are read."""
+    """How kernels read the rows of a cache: kind of element, planes, and inline scales."""
 
     kind: int
     planes: int
@@ -96,13 +100,13 @@ class Stored:
         return rows if self.kind == NATIVE else rows.view(torch.int16)
 
     def width(self, size: int) -> tuple[int, int]:
-        """Words of a plane of ``size`` elements: padded to a power of two, and used."""
+        """Words of one plane of a row of ``size`` elements: padded to a power of two, and used."""
         used = size // self.planes
         return max(power_of_two(used), 16), used
 
 
 def stored_as(cache_dtype: CacheDType) -> Stored:
-    """How rows of a cache of a dtype are read."""
+    """How kernels read the rows of a cache of ``cache_dtype``."""
     if cache_dtype is CacheDType.INT4_PER_TOKEN_HEAD:
         return Stored(INT4, 4, True)
     if cache_dtype is CacheDType.INT8_PER_TOKEN_HEAD:

@@ -1,6 +1,7 @@
-"""The loop over key tiles that both attention kernels share: paged rows, scores, online softmax.
+"""The loop over key tiles that both portable kernels share: paged rows, scores, online softmax.
 
-Orientation is that of the scores, ``[query rows, keys]``. Positions are absolute in the request.
+Scores are ``[query rows, keys]``, and so are all tensors that broadcast against them. A position is
+counted from the first token of the request.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ def _near_runs(
     tile, low, high, hole, SUB: tl.constexpr, PAGES: tl.constexpr, LOW: tl.constexpr,
     HOLE: tl.constexpr,
 ):  # fmt: skip
-    """Runs of ``SUB`` tokens of a tile, moved into the slots that may be read, and their limits.
+    """The runs of ``SUB`` tokens of a tile, moved to the nearest slots that may be read.
 
-    Slots in ``[low, high)`` may be read (low is 0 without LOW), with HOLE those below ``hole`` too.
-    All ``[PAGES]``.
+    Slots in ``[low, high)`` may be read, where low is 0 without LOW. With HOLE, slots below
+    ``hole`` may be read too.
+
+    Returns:
+        The number of each run, and the first and the last slot that it may read; all ``[PAGES]``.
     """
     run = tile * PAGES + tl.arange(0, PAGES)
     first = run * 0 + low
@@ -42,10 +46,10 @@ def page_ids(
     table_ptr, tile, low, high, hole, SUB: tl.constexpr, PARTS: tl.constexpr, PAGES: tl.constexpr,
     LOW: tl.constexpr, HOLE: tl.constexpr,
 ):  # fmt: skip
-    """Physical block of each run of ``SUB`` tokens of a tile, ``[PAGES]``.
+    """The physical block of each run of ``SUB`` tokens of a tile, ``[PAGES]``.
 
-    A page is cut into PARTS runs, so that pages of any multiple of 16 tokens fit tiles. No entry of
-    the table is looked at but those of slots that may be read.
+    A page is cut into PARTS runs, so that pages of any multiple of 16 tokens fit tiles. Only table
+    entries of slots that may be read are loaded: other entries are undefined.
     """
     run, _, _ = _near_runs(tile, low, high, hole, SUB, PAGES, LOW, HOLE)
     return tl.load(table_ptr + run // PARTS)
@@ -57,8 +61,10 @@ def paged_rows(
     SUB: tl.constexpr, PARTS: tl.constexpr, PAGES: tl.constexpr, LOW: tl.constexpr,
     HOLE: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """int64 offset of each token of a tile, ``[PAGES * SUB]``; with CLAMP of the nearest slot that
-    may be read: others can hold anything, and 0 * NaN is NaN.
+    """The int64 offset of each token of a tile, ``[PAGES * SUB]``.
+
+    With CLAMP, a token whose slot must not be read gets the offset of the nearest slot that may be
+    read. A slot that must not be read can hold NaN, and a weight of 0 times NaN is NaN.
     """
     step = tl.arange(0, SUB)[None, :]
     if CLAMP:
@@ -72,14 +78,17 @@ def paged_rows(
         run = tile * PAGES + tl.arange(0, PAGES)
         within = (run % PARTS * SUB)[:, None] + step
     rows = (pages.to(tl.int64) * stride_block)[:, None] + within * stride_token
-    # The hint belongs here: on the result of a call it is lost, and asynchronous copies with it.
+    # The hint belongs inside this function. Triton drops a hint on the result of a call, and
+    # without the hint it does not copy the rows asynchronously.
     return tl.multiple_of(tl.reshape(rows, [PAGES * SUB]), ALIGN)
 
 
 @triton.jit
 def recomputed(number, DECODE: tl.constexpr):
-    """``number``, in a way that the compiler cannot see through: what follows from it is computed
-    once more, instead of being kept in registers that a loop in between needs.
+    """``number``, hidden from the compiler (a move in inline assembly that it cannot see through).
+
+    The compiler computes values that depend on the result again after a loop. Otherwise it would
+    keep them in registers that the loop needs. With DECODE PLAIN (no PTX) nothing is hidden.
     """
     if DECODE != _PLAIN:
         number = tl.inline_asm_elementwise(
@@ -90,9 +99,9 @@ def recomputed(number, DECODE: tl.constexpr):
 
 @triton.jit
 def power_of_two_guard(largest):
-    """fp32 powers of two g and 1 / g that bring ``largest`` to [2^10, 2^11): fp16 holds it then."""
+    """fp32 powers of two g and 1 / g; ``largest * g`` is in [2^10, 2^11), so fp16 can hold it."""
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 255
-    # Zero and subnormals keep a factor that is finite both ways.
+    # The bounds keep g and 1 / g finite for zero and for subnormal numbers.
     exponent = tl.minimum(tl.maximum(exponent, 20), 240)
     down = ((264 - exponent) << 23).to(tl.float32, bitcast=True)
     up = ((exponent - 10) << 23).to(tl.float32, bitcast=True)
@@ -111,14 +120,18 @@ def dot(a, b, accumulator, IEEE: tl.constexpr):
 
 @triton.jit
 def halves_of(x):
-    """``[M, W]`` as its left and its right half."""
+    """The left and the right half of the columns of ``x [M, W]``, each ``[M, W / 2]``."""
     parts = tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2])
     return tl.split(tl.permute(parts, (0, 2, 1)))
 
 
 @triton.jit
 def scores_of(query, keys, accumulator, IEEE: tl.constexpr):
-    """``accumulator + query @ keys.T``; fp32 sums are cut, their error grows with their length."""
+    """``accumulator + query @ keys.T``.
+
+    With IEEE (fp32 operands) the sum over columns is cut into short sums: the rounding error of a
+    sum grows with its length.
+    """
     PARTS: tl.constexpr = query.shape[1] // 32
     if IEEE and PARTS > 4:
         q0, q1 = halves_of(query)
@@ -137,9 +150,11 @@ def scores_of(query, keys, accumulator, IEEE: tl.constexpr):
 
 @triton.jit
 def fold(m, l, acc, m_new, l_new, acc_new):
-    """State (maximum, sum, accumulator) of two runs of keys; one function, one order of rounding.
+    """Fold the states (maximum, sum, accumulator) of two runs of keys into the state of both.
 
-    Explicit fma: left to the compiler, two places could contract differently and differ in bits.
+    Kernels whose states must agree bit for bit all fold through this function, so that they round
+    in the same order. The fma is explicit: a compiler that chooses by itself could choose
+    differently in two kernels, and their bits would differ.
     """
     top = tl.maximum(m, m_new)
     base = tl.where(top == float("-inf"), 0.0, top)
@@ -153,7 +168,7 @@ def store_state(
     states_ptr, sums_ptr, slot, m, l, acc0, acc1, acc2, acc3, USED: tl.constexpr,
     WIDTH: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
-    """State of one segment into its slot of the scratch; only rows below USED exist there."""
+    """Store the state of one segment in its slot of the scratch, which holds USED rows."""
     row = tl.arange(0, m.shape[0])
     column = tl.arange(0, WIDTH)
     mine = row < USED
@@ -259,17 +274,24 @@ def attend_tiles(
 ):
     """Online softmax over key tiles ``[low, high)`` for one tile of query rows.
 
-    m ``[M]``; l ``[M]``; acc* ``[M, V_WIDTH]`` and q* ``[M, K_WIDTH]``, one per plane of words;
-    query ``[M]`` positions; scale ``[M]`` (times log2(e) unless SOFT_CAP). Without a block table
-    (BLOCK_SIZE 0) keys lie one after another. MASK False: every row sees every key of the tiles;
-    they do of tiles ``[full_low, full_high)`` anyway.
-    SEGMENTED: at the end of each segment (with FREE, of the run) its state goes to slot
-    ``slot + segment`` if ``stores``, else it is folded into M, L, A*; l is then
-    ``[M, KV_TILE]``, summed at a segment's end. SIMPLE: nothing but the scale is applied to scores,
-    and m is that of unscaled ones.
-    Only slots in ``[safe_low, safe_high)``, with HOLE also below ``hole``, are read. SAME_ROWS:
-    values have the strides of keys. REST: keys have so many columns beyond K_WIDTH, which q1
-    ``[M, REST]`` meets.
+    Shapes: m and l are ``[M]`` fp32. There is one acc ``[M, V_WIDTH]`` and one q ``[M, K_WIDTH]``
+    for each plane of words. query ``[M]`` holds positions. scale ``[M]`` includes log2(e) unless
+    SOFT_CAP. With BLOCK_SIZE 0 there is no block table, and keys lie one after another.
+
+    MASK False says that every row sees every key of the tiles. With MASK, every row still sees all
+    keys of the tiles ``[full_low, full_high)``. Only slots in ``[safe_low, safe_high)`` are read,
+    and with HOLE those below ``hole`` too.
+
+    SEGMENTED closes a state at the end of each segment; with FREE it closes one state, at ``high``.
+    The state goes to slot ``slot + segment`` if ``stores``, else it is folded into M, L and A*. l
+    is then ``[M, KV_TILE]``, and is summed over its columns when the state closes.
+
+    SIMPLE says that scores are only multiplied by the scale; m is then the maximum of the unscaled
+    scores. SAME_ROWS says that values have the strides of keys. REST is the number of key columns
+    beyond K_WIDTH, which are multiplied by q1 ``[M, REST]``.
+
+    Returns:
+        m, l, acc0 to acc3, M, L and A0 to A3, updated.
     """
     SUB: tl.constexpr = (
         KV_TILE if BLOCK_SIZE == 0 or BLOCK_SIZE % KV_TILE == 0 else (BLOCK_SIZE & -BLOCK_SIZE)
@@ -278,7 +300,7 @@ def attend_tiles(
     PARTS: tl.constexpr = BLOCK_SIZE // SUB
     LOW: tl.constexpr = WINDOW or CHUNK or RSWA
     IEEE: tl.constexpr = tl.float32 == COMPUTE
-    # Tiles of 64 rows are what a warp group multiplies.
+    # Only tiles of at least 64 rows can be multiplied by warp groups, which is asynchronous.
     ASYNCHRONOUS: tl.constexpr = m.shape[0] >= 64
     kc = tl.arange(0, K_WIDTH)
     vc = tl.arange(0, V_WIDTH)
@@ -289,8 +311,8 @@ def attend_tiles(
     values_at = tl.multiple_of(value_ptr + v_base, BYTES)
     pages = tl.zeros([PAGES], tl.int32)
     if BLOCK_SIZE > 0:
-        # A tile ahead, so that the load of keys never waits for its page ids; with few products
-        # between two tiles, two ahead.
+        # Page ids are loaded one tile ahead, so that the load of keys never waits for them. The
+        # split-KV kernel has few products between two tiles and loads them two tiles ahead.
         pages = page_ids(table_ptr, low, safe_low, safe_high, hole, SUB, PARTS, PAGES, LOW, HOLE)
         if SEGMENTED:
             ahead = page_ids(
@@ -301,7 +323,8 @@ def attend_tiles(
         range_first = reach
         range_last = reach
         if RANGES:
-            # Not in the loop over tiles: with a loop inside, that one is not pipelined.
+            # This has a loop over ranges. Inside the loop over tiles it would keep Triton from
+            # pipelining that loop.
             range_first, range_last = own_range(query, ranges_ptr, num_ranges)
     if SEGMENTED:
         segment_end = high
@@ -378,8 +401,8 @@ def attend_tiles(
         if BLOCK_SIZE > 0:
             further = tile + 1
             if SEGMENTED:
-                # Triton does not pipeline a loop that merely hands a value on, so something is done
-                # to it; ids are not negative.
+                # Triton does not pipeline a loop that hands a value on unchanged. Page ids are not
+                # negative, so this maximum changes nothing.
                 pages = tl.maximum(ahead, 0)
                 further = tile + 2
             ahead = page_ids(
@@ -404,14 +427,15 @@ def attend_tiles(
             distance = token[None, :] - query[:, None]
             scores = biased(scores, distance, slope, soft_cap, SOFT_CAP, ALIBI, IEEE)
             if INLINE:
-                # The value's scale joins the weight's exponent: their product cannot underflow.
+                # The value's scale is added to the weight's exponent: a product of weight and scale
+                # could underflow.
                 scores = scores + tl.log2(v_scale)[None, :]
         if MASK:
             edge = tile >= full_high
             if LOW:
                 edge = edge | (tile < full_low)
             if not SEGMENTED or ASYNCHRONOUS:
-                # No branch, before which Triton forgets to wait for products by warp group.
+                # No branch here: Triton fails to wait for products by warp group before a branch.
                 scores = masked(
                     scores, query, token, reach, kv_len, window, chunk, lookback, prefix,
                     range_first, range_last, CAUSAL, WINDOW, CHUNK, RSWA, RANGES, CLAMP,
@@ -428,8 +452,9 @@ def attend_tiles(
         weights = scores - base[:, None]
         alpha = m - base
         if SIMPLE:
-            # Not fma(scores, scale, -base * scale): of huge scores that leaves the product's
-            # rounding error as the exponent of the largest, which should be exactly 0.
+            # Subtract before scaling: the largest score then has an exponent of exactly 0.
+            # fma(scores, scale, -base * scale) would leave the rounding error of base * scale
+            # there, which is large for huge scores.
             weights = weights * scale[:, None]
             alpha = alpha * scale
         weights = tl.exp2(weights)
@@ -495,7 +520,8 @@ def attend_tiles(
                 if not FREE:
                     segment_end = segment_start(segment + 1) // SEGMENT_UNIT
             if ASYNCHRONOUS:
-                # Not in the branch, before which Triton forgets to wait for products by warp group.
+                # This stays outside the branch: Triton fails to wait for products by warp group
+                # before a branch.
                 m = tl.where(closes, float("-inf"), m)
                 l = tl.where(closes, 0.0, l)
                 acc0 = tl.where(closes, 0.0, acc0)

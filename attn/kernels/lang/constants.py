@@ -5,4 +5,4 @@ from __future__ import annotations
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-"""log2(e): a natural exponent times it is an exponent of 2, which GPUs compute."""
+"""log2(e). GPUs compute powers of 2: exp(x) is exp2(x * LOG2E)."""

@@ -1,6 +1,6 @@
-"""Which keys a query sees, and what is added to its scores.
+"""Masks and biases: which keys a query sees, and what is added to its scores.
 
-Orientation is that of the scores, ``[query rows, keys]``. Positions are absolute in the request.
+Scores are ``[query rows, keys]``. A position is counted from the first token of the request.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ def is_visible(
     RANGES: tl.constexpr,
     CLAMP: tl.constexpr,
 ):
-    """Which keys a query sees; positions that broadcast against each other.
+    """Whether a query sees a key, bool, for positions that broadcast against each other.
 
-    ``reach`` is the last key that causality and KV length leave to the query (:func:`reach_of`);
-    ``range_first`` and ``range_last`` are its own range's (:func:`own_range`).
+    ``reach`` is the last key that causality and KV length leave to the query (:func:`reach_of`).
+    ``range_first`` and ``range_last`` are the first and last key of the query's own range
+    (:func:`own_range`).
     """
     seen = key <= reach
     if CHUNK:
@@ -69,8 +70,10 @@ def masked(
 
 @triton.jit
 def own_range(query, ranges_ptr, num_ranges):
-    """First and last key of the ranges that a query lies in; the first is above the last without
-    any. Ranges that share a query have no gap between them, so two numbers say it all.
+    """The first and the last key of the ranges that a query lies in.
+
+    The first is above the last for a query in no range. Ranges that share a query have no gap
+    between them, so that two numbers describe them all.
     """
     first = query * 0 + 2147483647
     last = query * 0 - 1
@@ -85,7 +88,10 @@ def own_range(query, ranges_ptr, num_ranges):
 
 @triton.jit
 def reach_of(query, kv_len, causal, CAUSAL: tl.constexpr):
-    """Last key that a query may see; CAUSAL is 0 (never), 1 (always) or 2 (as ``causal`` says)."""
+    """The last key that causality and the KV length leave to a query.
+
+    CAUSAL is 0 (never causal), 1 (always causal) or 2 (causal where ``causal`` is not 0).
+    """
     reach = query * 0 + kv_len - 1
     if CAUSAL == 1:
         reach = tl.minimum(query, reach)
@@ -109,7 +115,7 @@ def last_visible(
     RSWA: tl.constexpr,
     RANGES: tl.constexpr,
 ):
-    """End (exclusive) of what queries in ``[first, last]`` may see."""
+    """The end (exclusive) of the keys that queries at positions ``[first, last]`` may see."""
     stop = kv_len
     if CAUSAL == 1:
         stop = tl.minimum(kv_len, last + 1)
@@ -131,8 +137,9 @@ def seen_by_all(
     first, last, kv_len, causal, window, chunk, lookback, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, RSWA: tl.constexpr,
 ):  # fmt: skip
-    """Keys ``[low, high)`` that every query in ``[first, last]`` sees by the plain rules; others
-    may see more, through prefixes and ranges.
+    """Keys ``[low, high)`` that every query at positions ``[first, last]`` sees.
+
+    Prefixes and ranges are left out: they can only add keys.
     """
     low = first_visible(
         last, last, window, chunk, lookback, None, 0, WINDOW or CHUNK or RSWA, CHUNK, False, False
@@ -152,18 +159,18 @@ def biased(
     scores, distance, slope, soft_cap, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Scores in units of log 2, soft cap and position bias included.
+    """Apply soft cap and position bias to scores; the result is in units of log 2.
 
-    With SOFT_CAP they come in natural units, else times log2(e) already. ``distance`` is key minus
-    query position; ALIBI is 0 (none), 1 (linear) or 2 (square root). EXACT: small scores keep their
-    last bits under a soft cap.
+    ``scores`` come in natural units with SOFT_CAP, else already multiplied by log2(e).
+    ``distance`` is the key's position minus the query's. ALIBI is 0 (none), 1 (linear) or 2 (square
+    root). With EXACT, small scores keep their last bits under a soft cap.
     """
     if SOFT_CAP:
         # c * tanh(x / c); exp2 saturates on both sides, so that tanh becomes exactly +-1.
         turns = tl.exp2(scores * (2.0 * LOG2E / soft_cap))
         bounded = 1.0 - 2.0 / (turns + 1.0)
         if EXACT:
-            # That difference cancels near 0, where the series of tanh does not.
+            # The difference above loses bits near 0, where the series of tanh does not.
             y = scores / soft_cap
             z = y * y
             series = y * (1.0 + z * (-1.0 / 3.0 + z * (2.0 / 15.0 + z * (-17.0 / 315.0))))

@@ -1,9 +1,10 @@
-"""Device helpers that every kernel shares: exact widening, saturating narrow formats, rounding.
+"""Number formats on the device: exact conversion to wider types, rounding, saturating encoders.
 
-Encoders give the bits of ``attn.reference.quant``: round to nearest even, values beyond the
-format's range (infinities too) clamped to its largest, NaN kept. 8-bit floats travel as ``uint8``
-patterns, so that a GPU without e4m3 instructions (compute capability below 8.9) compiles them.
-Each has an integer form, which the interpreter and those GPUs run, and a form of one instruction.
+Encoders give the same bits as ``attn.reference.quant``. They round to nearest even, clamp values
+beyond the format's range (infinities too) to its largest number, and keep NaN. 8-bit floats travel
+as ``uint8`` patterns, so that kernels compile for a GPU without e4m3 instructions (compute
+capability below 8.9). Such GPUs and Triton's interpreter convert through the bits of the pattern;
+other GPUs convert with one instruction.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ INT4_ZERO = tl.constexpr(8)
 
 @triton.jit
 def to_float32(x):
-    """fp32 of fp16, bf16 or fp32 ``x``, exact."""
+    """Convert fp16, bf16 or fp32 ``x`` to fp32, exactly."""
     if INTERPRETED and x.dtype == tl.bfloat16:
         # The interpreter's own cast is wrong for subnormal numbers.
         wide = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
@@ -33,11 +34,11 @@ def to_float32(x):
 
 @triton.jit
 def round_to(x, dtype: tl.constexpr):
-    """fp32 ``x`` in fp16, bf16 or fp32, to nearest even; overflow gives an infinity."""
+    """Round fp32 ``x`` to fp16, bf16 or fp32, to nearest even; overflow gives an infinity."""
     if INTERPRETED and dtype == tl.bfloat16:
         # The interpreter's own cast cuts the low bits off.
         bits = x.to(tl.uint32, bitcast=True)
-        # Past the largest number are the patterns of NaN.
+        # The patterns of NaN may overflow here; they are replaced below.
         half = 0x7FFF + ((bits >> 16) & 1)
         rounded = tl.add(bits, half, sanitize_overflow=False) >> 16
         rounded = tl.where(x == x, rounded, (bits >> 16) | 0x40).to(tl.uint16)
@@ -49,13 +50,13 @@ def round_to(x, dtype: tl.constexpr):
 
 @triton.jit
 def clamp_to(x, largest):
-    """``x`` in ``[-largest, largest]``; NaN stays NaN."""
+    """Clamp ``x`` to ``[-largest, largest]``; NaN stays NaN."""
     return tl.clamp(x, -largest, largest, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def saturate_to(x, dtype: tl.constexpr):
-    """fp32 ``x`` in fp16, bf16 or fp32, clamped to the largest finite value."""
+    """Round fp32 ``x`` to fp16, bf16 or fp32, clamped to the type's largest finite value."""
     if dtype == tl.float16:
         bounded = clamp_to(x, FLOAT16_MAX)
     elif dtype == tl.bfloat16:
@@ -73,18 +74,22 @@ def divide(x, y):
 
 @triton.jit
 def divide_for_e4m3(x, y):
-    """The bits of :func:`divide` of many ``x`` by one scalar ``y``, or of the same sign and beyond
-    e4m3's range where they are; one reciprocal for all, where each division has one of its own.
+    """Divide many ``x`` by one scalar ``y`` for :func:`encode_e4m3`, fp32.
+
+    A quotient has the bits of :func:`divide`. Where those are beyond e4m3's range, the result is
+    another number of the same sign beyond it, which e4m3 encodes alike. All quotients share one
+    reciprocal; a division computes one for each.
     """
     if INTERPRETED:
-        # There a fused product and sum are rounded twice.
+        # The interpreter rounds a fused product and sum twice.
         quotient = divide(x, y)
     else:
-        # Finite, that remainders are.
+        # Quotients must be finite, so that the remainders below are.
         x = clamp_to(x, tl.abs(y) * 512.0)
         reciprocal = tl.div_rn(tl.full([], 1.0, tl.float32), y)
         quotient = x * reciprocal
-        # Once to a neighbour of the quotient, once to the nearest; signs are those that leave -0.
+        # The first correction gives the quotient or a neighbour of it, the second the nearest. The
+        # signs are chosen so that -0 stays -0.
         opposite = -x
         quotient = tl.fma(tl.fma(quotient, y, opposite), -reciprocal, quotient)
         quotient = tl.fma(tl.fma(quotient, y, opposite), -reciprocal, quotient)
@@ -93,7 +98,7 @@ def divide_for_e4m3(x, y):
 
 @triton.jit
 def encode_e4m3(x, HARDWARE_E4M3: tl.constexpr):
-    """uint8 e4m3 pattern of fp32 ``x``, saturated."""
+    """Encode fp32 ``x`` in e4m3, saturated; the result is its uint8 pattern."""
     x = clamp_to(x, E4M3_MAX)
     if HARDWARE_E4M3 and not INTERPRETED:
         code = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
@@ -104,7 +109,7 @@ def encode_e4m3(x, HARDWARE_E4M3: tl.constexpr):
 
 @triton.jit
 def encode_e5m2(x, HARDWARE_E4M3: tl.constexpr):
-    """uint8 e5m2 pattern of fp32 ``x``, saturated."""
+    """Encode fp32 ``x`` in e5m2, saturated; the result is its uint8 pattern."""
     x = clamp_to(x, E5M2_MAX)
     if HARDWARE_E4M3 and not INTERPRETED:
         code = x.to(tl.float8e5).to(tl.uint8, bitcast=True)
@@ -116,7 +121,10 @@ def encode_e5m2(x, HARDWARE_E4M3: tl.constexpr):
 
 @triton.jit
 def _encode_float8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """uint8 pattern of fp32 ``x`` inside the range of a format, or NaN."""
+    """Encode fp32 ``x`` in an 8-bit float format through its bits; the result is a uint8 pattern.
+
+    ``x`` must be in the format's range, or NaN.
+    """
     DROPPED: tl.constexpr = 23 - MANTISSA
     SMALLEST_NORMAL: tl.constexpr = (128 - BIAS) << 23
     # A power of two whose ulp is the format's subnormal step: adding it rounds in hardware.
@@ -134,7 +142,7 @@ def _encode_float8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit
 def decode_e4m3(code, HARDWARE_E4M3: tl.constexpr):
-    """fp16 value of uint8 e4m3 patterns, exact."""
+    """Decode uint8 e4m3 patterns to fp16, exactly."""
     if HARDWARE_E4M3 and not INTERPRETED:
         value = code.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     else:
@@ -148,46 +156,49 @@ def decode_e4m3(code, HARDWARE_E4M3: tl.constexpr):
 
 @triton.jit
 def decode_e5m2(code):
-    """fp16 value of uint8 e5m2 patterns, exact: the upper half of an fp16."""
+    """Decode uint8 e5m2 patterns to fp16, exactly: a pattern is the upper byte of an fp16."""
     return (code.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
 
 
 @triton.jit
 def decode_e4m3_float32(code, HARDWARE_E4M3: tl.constexpr):
-    """fp32 value of uint8 e4m3 patterns, exact."""
+    """Decode uint8 e4m3 patterns to fp32, exactly."""
     return decode_e4m3(code, HARDWARE_E4M3).to(tl.float32)
 
 
 @triton.jit
 def decode_e5m2_float32(code):
-    """fp32 value of uint8 e5m2 patterns, exact."""
+    """Decode uint8 e5m2 patterns to fp32, exactly."""
     return decode_e5m2(code).to(tl.float32)
 
 
 @triton.jit
 def round_to_int(x):
-    """int32 nearest to fp32 ``x``, halves to even, for ``|x| < 2**22``; any integer for NaN."""
-    # 1.5 * 2**23, whose ulp is 1: the sum's low bits are the integer.
+    """Round fp32 ``x`` to the nearest int32, halves to even, for ``|x| < 2**22``.
+
+    NaN gives any integer.
+    """
+    # The constant is 1.5 * 2**23, where the ulp is 1: the low bits of the sum are the integer.
     return (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
 
 
 @triton.jit
 def encode_int(x, largest: tl.constexpr):
-    """int32 nearest to fp32 ``x``, clamped to ``[-largest, largest]``."""
+    """Round fp32 ``x`` to the nearest int32, clamped to ``[-largest, largest]``."""
     whole = round_to_int(x)
     return tl.minimum(tl.maximum(whole, -largest), largest)
 
 
 @triton.jit
 def pack_int4(low, high):
-    """uint8 of two int32 in ``[-7, 7]``, each stored plus 8, the first in the low nibble."""
+    """Pack two int32 in ``[-7, 7]`` into one uint8, each plus 8, the first in the low nibble."""
     return ((low + INT4_ZERO) | ((high + INT4_ZERO) << 4)).to(tl.uint8)
 
 
 @triton.jit
 def row_absmax(x):
-    """``[R]`` largest ``|x|`` of fp32 ``x [R, W]``; NaN when the row holds one."""
-    # As integers, patterns without sign are ordered, NaN last.
+    """The largest ``|x|`` of each row of fp32 ``x [R, W]``, ``[R]``; NaN for a row with a NaN."""
+    # Bit patterns without the sign are ordered as integers, with NaN last.
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return tl.max(bits, axis=1).to(tl.float32, bitcast=True)
 
@@ -196,7 +207,7 @@ def row_absmax(x):
 def power_of_two_above(x):
     """Smallest power of two that is not below fp32 ``x``; 1 where that is 0, infinite or NaN."""
     bits = x.to(tl.int32, bitcast=True)
-    # Past the largest number are the patterns of NaN.
+    # The patterns of NaN may overflow here; the last line returns 1 for them.
     above = tl.add(bits, 0x7FFFFF, sanitize_overflow=False)
     exponent = tl.maximum(above >> 23, 1)
     scale = (exponent << 23).to(tl.float32, bitcast=True)
@@ -205,9 +216,12 @@ def power_of_two_above(x):
 
 @triton.jit
 def block_scale(absmax):
-    """Power-of-two scale that brings ``absmax`` into the range of e4m3; 1 for none."""
+    """The power-of-two scale that brings ``absmax`` into the range of e4m3.
+
+    It is 1 for 0, an infinity or NaN.
+    """
     return power_of_two_above(divide(absmax, E4M3_MAX))
 
 
 INTERPRETED = tl.constexpr(not isinstance(to_float32, triton.JITFunction))
-"""Kernels run in Triton's interpreter, on CPU tensors."""
+"""Whether kernels run in Triton's interpreter, on CPU tensors."""

@@ -1,5 +1,8 @@
-"""What compilers are not to know, so that it is computed where it is used: what follows
-from what they know they keep in registers from the kernel's beginning on, or spill.
+"""Values hidden from the compiler.
+
+LLVM and ptxas compute whatever depends on a known value at the start of the kernel. The result then
+occupies registers until it is used, or is spilled. A value from inline assembly prevents that: what
+depends on it is computed where it is used.
 """
 
 from __future__ import annotations
@@ -14,9 +17,7 @@ _BY_PTXAS_13 = gl.constexpr(is_by_ptxas_13())
 
 @gluon.jit
 def opaque_zero():
-    """A zero that LLVM does not know: what depends on it is computed where it is used, and not kept
-    in registers from the kernel's beginning on.
-    """
+    """A zero, int32, that LLVM does not know; what depends on it is computed where it is used."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -24,8 +25,9 @@ def opaque_zero():
 
 @gluon.jit
 def program_number():
-    """``gl.program_id(0)``; read where it is used by ptxas 13, which else keeps what it computed
-    from it since the kernel's beginning, and spills it.
+    """``gl.program_id(0)``, hidden from ptxas 13.
+
+    Otherwise ptxas 13 keeps values computed from it since the start of the kernel, and spills them.
     """
     number = gl.program_id(0)
     if _BY_PTXAS_13:

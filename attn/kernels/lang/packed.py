@@ -1,4 +1,4 @@
-"""Elements of 8 and 16 bits that share a word: put together and taken apart by PTX."""
+"""PTX that packs 8-bit and 16-bit elements into words, and unpacks them."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 JOIN_HALVES = tl.constexpr("mov.b32 $0, {$1, $2};")
-"""Two 16-bit elements, the first in the low half, as one 32-bit word."""
+"""Join two 16-bit elements to one 32-bit word, the first in the low half."""
 SPLIT_HALVES = tl.constexpr("mov.b32 {$0, $1}, $2;")
-"""One 32-bit word as its low and its high 16 bits."""
+"""Split one 32-bit word into its low and its high 16 bits."""
 SPLIT_E4M3 = tl.constexpr(
     "{ .reg .b16 x, y; .reg .b32 a, b; mov.b32 {x, y}, $4; cvt.rn.f16x2.e4m3x2 a, x;"
     " cvt.rn.f16x2.e4m3x2 b, y; mov.b32 {$0, $1}, a; mov.b32 {$2, $3}, b; }"
 )
-"""The four e4m3 elements of a 32-bit word, from the lowest byte on, as four fp16."""
+"""Decode the four e4m3 elements of a 32-bit word, from the lowest byte on, to four fp16."""
 
 
 @gluon.jit
 def e4m3_planes(words):
-    """fp16 of the elements in the low and in the high byte of 16-bit words."""
+    """Decode the e4m3 elements in the low and in the high byte of 16-bit words, to fp16 each."""
     return gl.inline_asm_elementwise(
         "{ .reg .b32 a; .reg .b16 low, high; prmt.b32 a, $2, 0, 0x3120; mov.b32 {low, high}, a; "
         "cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }",

@@ -1,7 +1,8 @@
 """How a KV cache stores its elements, and how kernels read them.
 
-8-bit and 4-bit rows are read as 16-bit words, whose parts are planes of their own: such words can
-be loaded transposed, single bytes cannot.
+8-bit and 4-bit rows are read as 16-bit words, because words can be loaded transposed and single
+bytes cannot. The elements at the same place in all words of a row make up a plane. There are two
+planes of 8-bit elements, or four planes of 4-bit elements.
 """
 
 from __future__ import annotations
@@ -16,18 +17,20 @@ from attn.kernels.lang.numerics import INTERPRETED
 
 NATIVE, E4M3, E5M2, INT8, INT4 = range(5)
 WIDENED = -1
-"""Elements of the model that were a quantised cache's, whose scales they still need."""
+"""A kind besides those of caches: dequantised elements of the model, still to be scaled."""
 _E4M3, _E5M2, _INT8, _INT4 = (tl.constexpr(kind) for kind in (E4M3, E5M2, INT8, INT4))
 
-# How they are decoded: in plain Triton, in PTX for any NVIDIA GPU, or by sm_89's conversions.
+# How elements are decoded: in plain Triton, in PTX for any NVIDIA GPU, or by sm_89's conversions.
 PLAIN, PTX, PTX_SM89 = range(3)
 _PLAIN, _PTX_SM89 = tl.constexpr(PLAIN), tl.constexpr(PTX_SM89)
 
 
 @cache
 def decode_form(device: torch.device) -> tuple[int, bool]:
-    """How stored 8-bit rows are decoded on a device: PLAIN, PTX or PTX_SM89; and whether the device
-    has e4m3 instructions.
+    """How kernels decode stored rows on a device.
+
+    Returns:
+        PLAIN, PTX or PTX_SM89; and whether the device has e4m3 instructions.
     """
     if INTERPRETED.value or device.type != "cuda" or torch.version.hip is not None:
         return PLAIN, False
@@ -37,11 +40,15 @@ def decode_form(device: torch.device) -> tuple[int, bool]:
 
 @triton.jit
 def plane_columns(index, plane, width, KIND: tl.constexpr):
-    """Element of a row that a 16-bit word holds in ``plane``; ``width`` elements per row."""
+    """The element of a row that the 16-bit word ``index`` holds in ``plane``.
+
+    A row has ``width`` elements.
+    """
     if KIND == 0:
         column = index
     elif KIND == _INT4:
-        # Word i holds bytes 2i and 2i + 1; a byte holds element b and, high, b + width / 2.
+        # Word i holds bytes 2i and 2i + 1. Byte b holds element b in its low half and element
+        # b + width / 2 in its high half.
         column = 2 * index + plane % 2 + (plane // 2) * (width // 2)
     else:
         column = 2 * index + plane
@@ -54,17 +61,19 @@ def _by_ptx(words, ASM: tl.constexpr):
 
 
 def _ptx(body: str) -> tl.constexpr:
-    """PTX over a pair of words in ``$1``, to a pair of fp16 in ``$0``."""
+    """Wrap PTX that turns a pair of words in ``$1`` into a pair of fp16 in ``$0``."""
     return tl.constexpr("{ .reg .b32 a, b, c; .reg .b16 l, h; " + body + " }")
 
 
 _SM89 = " mov.b32 {l, h}, a; cvt.rn.f16x2.e4m3x2 $0, l;"
-# e4m3 has fp16's sign and, one bit further right, 4 of its exponent bits: bias 7 against 15.
+# e4m3 in the upper byte has fp16's sign. Shifted right by one bit, its exponent and mantissa align
+# with fp16's; the bias is 7 in place of 15, so the number is multiplied by 256.
 _SHIFTED = (
     " shr.u32 b, a, 1; and.b32 b, b, 0x3F803F80; and.b32 a, a, 0x80008000; or.b32 a, a, b;"
     " mov.b32 c, 0x5C005C00; mul.rn.f16x2 $0, a, c;"
 )
-# In the mantissa of 1024.0 an integer stands as itself: 1024 + 128 + value, 1024 + 8 + value.
+# An integer in the mantissa of fp16 1024.0 adds itself. The words become 1024 + 128 + value (int8)
+# and 1024 + 8 + value (int4), and the constant is subtracted again.
 _SIGNED8 = (
     " xor.b32 a, a, 0x00800080; or.b32 a, a, 0x64006400;"
     " mov.b32 c, 0x64806480; sub.rn.f16x2 $0, a, c;"
@@ -89,7 +98,7 @@ _INT4_0, _INT4_1, _INT4_2, _INT4_3 = (
 
 @triton.jit
 def _plain_plane(words, PLANE: tl.constexpr, KIND: tl.constexpr):
-    """One plane of int16 words as fp16, exactly."""
+    """Decode one plane of int16 words to fp16, exactly, in plain Triton."""
     if KIND == _INT4:
         SHIFT: tl.constexpr = (PLANE % 2) * 8 + (PLANE // 2) * 4
         plane = ((words >> SHIFT) & 15).to(tl.float16) - 8.0
@@ -130,7 +139,7 @@ def _ptx_plane(words, PLANE: tl.constexpr, KIND: tl.constexpr, DECODE: tl.conste
 
 @triton.jit
 def plane_of(words, PLANE: tl.constexpr, KIND: tl.constexpr, DECODE: tl.constexpr):
-    """Elements of one plane, fp16 for stored 8-bit and 4-bit kinds; native rows are their own."""
+    """The elements of one plane: fp16 for 8-bit and 4-bit kinds; a native row is returned as is."""
     if KIND == 0:
         plane = words
     elif DECODE == _PLAIN:

@@ -1,9 +1,10 @@
-"""Groups of arguments that kernels in Gluon hand from one device function to the next.
+"""Structures: groups of arguments that Gluon kernels hand from one device function to the next.
 
-A launch has flat arguments. A kernel makes the structures from them in its first lines, and a field
-costs nothing over an argument: PTX is the same. A field that is written in capitals is a constexpr.
+A launch has flat arguments, and a kernel makes the structures from them in its first lines. A field
+costs no more than an argument: the PTX is the same. A field in capitals is a constexpr.
 
-Triton reads the types of fields from the annotations of a class: they must not be postponed here.
+Triton reads the types of fields from the annotations of a class. This module must therefore not
+postpone annotations.
 """
 
 from typing import TypeAlias
@@ -17,38 +18,39 @@ from attn.kernels.lang.masks import last_visible, masked, own_range, seen_by_all
 from builders.splitkv.device.segments import first_visible
 
 Value: TypeAlias = gl.tensor | gl.constexpr
-"""A tensor; or a constexpr, where a launch gives None or a caller gives a plain number."""
+"""The type of a field that is a tensor, or a constexpr where a caller gives None or a number."""
 Descriptor: TypeAlias = tma.tensor_descriptor | gl.constexpr
-"""A tensor descriptor; or a constexpr, where a launch gives None: rows are read by pointers."""
+"""The type of a field that is a tensor descriptor, or None where rows are read by pointers."""
 
 
 @aggregate
 class Mask:
-    """Which keys a query sees, and where a request's own rules for that are."""
+    """The rules that say which keys a query sees, and pointers to each request's own rules."""
 
     causal_ptr: Value
     """``[R]`` bool, whether each request is causal; read where CAUSAL is 2."""
     ranges_ptr: Value
-    """``[R, num_ranges, 2]`` int32, first and last position of ranges whose queries see each other,
-    first above last where there is none; read with RANGES."""
+    """``[R, num_ranges, 2]`` int32, first and last position of ranges; read with RANGES.
+
+    Tokens of a range see each other. An unused range has its first position above its last."""
     num_ranges: Value
-    """int32, ranges of a request."""
+    """int32, number of ranges of a request."""
     window: Value
-    """int32, tokens: keys that a query sees, its own included; read with WINDOW or CLAMP."""
+    """int32, number of keys that a query sees, its own included; read with WINDOW or CLAMP."""
     chunk: Value
     """int32, tokens of a chunk; read with CHUNK."""
     lookback: Value
-    """int32, chunks before its own that a query sees."""
+    """int32, number of chunks that a query sees before its own chunk."""
     CAUSAL: gl.constexpr
-    """0: no query is causal; 1: every one is; 2: as ``causal_ptr`` says."""
+    """0: no query is causal; 1: every query is causal; 2: ``causal_ptr`` says it per request."""
     WINDOW: gl.constexpr
-    """bool, there is a window."""
+    """bool, whether queries see a window only."""
     CHUNK: gl.constexpr
-    """bool, there are chunks."""
+    """bool, whether queries see chunks only."""
     RANGES: gl.constexpr
-    """bool, there are ranges."""
+    """bool, whether requests have ranges."""
     CLAMP: gl.constexpr
-    """bool, ranges end at the window."""
+    """bool, whether ranges end at the window."""
 
     @gluon.jit
     def ranges_of(self, req):
@@ -60,8 +62,10 @@ class Mask:
 
     @gluon.jit
     def keys_seen(self, req, first, last, kv_len):
-        """What a request's queries from position ``first`` to ``last`` see: whether it is causal,
-        and keys ``[start, stop)``.
+        """The keys that a request's queries from position ``first`` to ``last`` may see.
+
+        Returns:
+            Whether the request is causal, int32; and the keys ``[start, stop)``.
         """
         causal = 1
         if self.CAUSAL == 2:
@@ -79,8 +83,9 @@ class Mask:
 
     @gluon.jit
     def seen_by_all(self, first, last, kv_len, causal):
-        """Keys ``[low, high)`` that every query from position ``first`` to ``last`` sees, ranges
-        left out.
+        """Keys ``[low, high)`` that every query from position ``first`` to ``last`` sees.
+
+        Ranges are left out: they can only add keys.
         """
         return seen_by_all(
             first, last, kv_len, causal, self.window, self.chunk, self.lookback, self.CAUSAL,
@@ -100,8 +105,8 @@ class Mask:
     def masked(self, scores, query, key, reach, kv_len, range_first, range_last):
         """Scores ``[M, N]`` of queries ``[M]`` and keys ``[N]``, -inf where a query does not see.
 
-        ``reach`` ``[M]`` is the last key that causality and the request's length leave to a query,
-        ``range_first`` and ``range_last`` ``[M]`` are those of :meth:`own_range`.
+        ``reach`` ``[M]`` is the last key that causality and the request's length leave to a query.
+        ``range_first`` and ``range_last`` ``[M]`` are the results of :meth:`own_range`.
         """
         return masked(
             scores, query, key, reach, kv_len, self.window, self.chunk, self.lookback, 0,
@@ -121,9 +126,11 @@ def causal_mask():
 
 @aggregate
 class Plan:
-    """The plan of split KV, and the scratch that its programs share; see ``SplitPlan``.
+    """The plan of split KV, and the scratch that its programs share.
 
-    A work item is a row of the plan in one head loop.
+    :class:`builders.splitkv.record.SplitPlan` describes both. A row of the plan is query tokens of
+    one request with one segment group of its keys. A work item is a row of the plan in one head
+    loop.
     """
 
     rows_ptr: gl.tensor
@@ -131,44 +138,45 @@ class Plan:
     total_ptr: gl.tensor
     """``[2]`` int32: rows of the step, and the KV tiles that the groups share."""
     starts_ptr: gl.tensor
-    """``[groups + 1, 2]`` int32: work item and segment at which each group starts."""
+    """``[groups + 1, 2]`` int32: the work item and the segment at which each group starts."""
     shares_ptr: gl.tensor
-    """``[groups, SHARE_FIELDS]`` int32, what each group of programs takes."""
+    """``[groups, SHARE_FIELDS]`` int32, the share of each group of programs."""
     counters_ptr: gl.tensor
-    """int32 zeros between launches, what has arrived: ``[groups, HEADS]`` of segments, then
-    ``[groups, HEADS, HEAD_LOOPS]`` of segment groups."""
+    """int32, how much has arrived: ``[groups, HEADS]`` segments, then
+    ``[groups, HEADS, HEAD_LOOPS]`` segment groups. All are zero between launches."""
     states_ptr: gl.tensor
-    """fp32 outputs of states, ``[slots, USED, SIZE]`` of the tile."""
+    """``[slots, USED, SIZE]`` fp32, the outputs of states; USED and SIZE are the tile's."""
     sums_ptr: gl.tensor
-    """fp32 ``[slots, 2, USED]``, maxima and sums of states."""
+    """``[slots, 2, USED]`` fp32, the maxima and sums of states."""
     groups: Value
-    """int32, groups of programs."""
+    """int32, number of groups of programs."""
     HEADS: gl.constexpr
-    """int, programs of a group, one for each tile of heads that it takes at a time."""
+    """int, programs of a group: one for each tile of heads that the group takes at a time."""
     HEAD_LOOPS: gl.constexpr
-    """int, times that the groups walk the keys, for all tiles of heads."""
+    """int, how many times the groups walk the keys until all tiles of heads are done."""
     HEAD_TILES: gl.constexpr
-    """int, tiles of the query heads that share a KV head."""
+    """int, tiles into which the query heads of one KV head are cut."""
     SLOTS: gl.constexpr
-    """int, states of segments that a program lends."""
+    """int, state slots for segments that a program lends."""
     BUNDLES: gl.constexpr
-    """int, most segment groups of a row's keys."""
+    """int, most segment groups of a request's keys."""
     AREA: gl.constexpr
-    """int, states that a program has room for."""
+    """int, state slots of a program in all."""
     SEGMENT_UNIT: gl.constexpr
-    """int, tokens of a unit in which segments are measured: a tile of keys."""
+    """int, length of a KV tile in the unit of segment starts: KV_TILE, or a fraction of it where
+    segments are longer."""
 
 
 @aggregate
 class Out:
-    """Where results go, and what they are multiplied by."""
+    """Where results are written, and the factors that they get on the way."""
 
     out_ptr: gl.tensor
-    """``[T, H, SIZE]``, 16-bit; with FP8_OUT e4m3 as uint8."""
+    """``[T, H, SIZE]`` of 16-bit elements; with FP8_OUT of e4m3, as uint8."""
     lse_ptr: Value
     """``[T, H]`` fp32; written with LSE."""
     sinks_ptr: Value
-    """``[H]``, logits of the heads' sinks; read with SINKS."""
+    """``[H]``, the logit of each head's sink; read with SINKS."""
     output_scale_ptr: Value
     """One fp32 by which outputs are divided; read with FP8_OUT."""
     out_token: Value
@@ -178,29 +186,29 @@ class Out:
     lse_token: Value
     """int32, elements from a token's LSE to the next one's."""
     SINKS: gl.constexpr
-    """bool, heads have sinks."""
+    """bool, whether heads have sinks."""
     FP8_OUT: gl.constexpr
-    """bool, outputs are e4m3."""
+    """bool, whether outputs are e4m3."""
     LSE: gl.constexpr
-    """bool, the LSE is asked for."""
+    """bool, whether the LSE is written."""
 
 
 @aggregate
 class Query:
-    """The step's queries, and what makes scores of their products with keys."""
+    """The step's queries, and the numbers that turn their products with keys into scores."""
 
     query_ptr: gl.tensor
-    """``[T, H, SIZE]``, 16-bit."""
+    """``[T, H, SIZE]`` of 16-bit elements."""
     query_token: Value
     """int32, elements from a token's query to the next one's."""
     query_head: Value
     """int32, elements from a head's query to the next one's."""
     factor: gl.tensor
-    """fp32, by which products are multiplied: the layer's scale; without SOFT_CAP times log2(e)."""
+    """fp32 factor of the products: the layer's scale, times log2(e) without SOFT_CAP."""
     soft_cap: Value
-    """fp32, bound of the scores; read with SOFT_CAP."""
+    """fp32, the bound of the scores; read with SOFT_CAP."""
     SOFT_CAP: gl.constexpr
-    """bool, scores are bounded."""
+    """bool, whether scores are bounded."""
 
 
 @aggregate
@@ -208,20 +216,20 @@ class Cache:
     """The paged KV cache of a layer."""
 
     k_desc: Descriptor
-    """Descriptor of keys ``[N, BLOCK_SIZE, Hk, columns]`` in boxes ``[1, RUN, 1, 64]``; of dense
-    keys, which have no pages, ``[1, T, Hk, columns]``."""
+    """Descriptor of keys ``[N, BLOCK_SIZE, Hk, columns]`` in boxes ``[1, RUN, 1, 64]``; dense keys,
+    which have no pages, are ``[1, T, Hk, columns]``."""
     v_desc: Descriptor
-    """The same of values."""
+    """Descriptor of values, which are shaped as the keys are."""
     table_ptr: gl.tensor
     """``[R, table_row]`` int32, pages of the requests."""
     table_row: Value
     """int32, elements of a row of the table."""
     k_scale_ptr: Value
-    """``[1]`` or ``[Hk]`` fp32, by which keys of e4m3 are multiplied; else None."""
+    """``[1]`` or ``[Hk]`` fp32, factor of keys in e4m3; None for a cache of another type."""
     v_scale_ptr: Value
-    """The same of values."""
+    """``[1]`` or ``[Hk]`` fp32, factor of values in e4m3; None for a cache of another type."""
     scale_head: Value
-    """int32, elements from a head's scale to the next one's: 0 where all heads have one."""
+    """int32, elements from a head's scale to the next one's: 0 where all heads share one scale."""
     BLOCK_SIZE: gl.constexpr
     """int, tokens of a page; 0 where keys are dense."""
 
@@ -242,28 +250,28 @@ class StoredRows:
 
 @aggregate
 class Ring:
-    """Stages in shared memory, through which tiles of keys and values come."""
+    """The ring of stages in shared memory through which tiles of keys and values arrive."""
 
     k_boxes: gl.shared_memory_descriptor
     """``[STAGES * HALVES * KV_TILE / RUN, 1, RUN, 1, 64]``, keys as TMA writes them."""
     v_boxes: gl.shared_memory_descriptor
-    """The same of values."""
+    """``[STAGES * HALVES * KV_TILE / RUN, 1, RUN, 1, 64]``, values as TMA writes them."""
     k_tiles: gl.shared_memory_descriptor
-    """``[STAGES, KV_TILE, SIZE]``, the same keys as products read them."""
+    """``[STAGES, KV_TILE, SIZE]``, the memory of ``k_boxes`` as products read it."""
     v_tiles: gl.shared_memory_descriptor
-    """``[STAGES, KV_TILE, columns]``, the same values."""
+    """``[STAGES, KV_TILE, columns]``, the memory of ``v_boxes`` as products read it."""
     v_runs: gl.shared_memory_descriptor
-    """``[STAGES * HALVES * KV_TILE / RUN, RUN, 64]``, the same values by runs."""
+    """``[STAGES * HALVES * KV_TILE / RUN, RUN, 64]``, the memory of ``v_boxes`` run by run."""
     k_full: gl.shared_memory_descriptor
     """``[STAGES, 1]`` mbarriers: the keys are there."""
     v_full: gl.shared_memory_descriptor
     """``[STAGES, 1]`` mbarriers: the values are there."""
     empty: gl.shared_memory_descriptor
-    """``[STAGES, 1]`` mbarriers: both have been read."""
+    """``[STAGES, 1]`` mbarriers: keys and values have been read."""
     STAGES: gl.constexpr
-    """int, tiles that are under way."""
+    """int, tiles that the ring holds."""
     HALVES: gl.constexpr
-    """int, boxes of 64 columns side by side."""
+    """int, boxes of 64 columns that make up a row."""
     KV_TILE: gl.constexpr
     """int, tokens of a tile."""
     RUN: gl.constexpr
@@ -271,7 +279,7 @@ class Ring:
 
     @gluon.jit
     def stage_of(self, turn):
-        """Stage of the tile number ``turn``, and the parity of the phase that it is."""
+        """The stage of the ``turn``-th tile, and the parity of its phase in that stage."""
         return turn % self.STAGES, (turn // self.STAGES) & 1
 
 
@@ -280,33 +288,37 @@ class Mailbox:
     """Shared memory in which the second consumer hands a state to the first."""
 
     acc: gl.shared_memory_descriptor
-    """``[1, ROWS, SIZE]`` fp32, the output."""
+    """``[1, ROWS, SIZE]`` fp32, the output of the state."""
     top: gl.shared_memory_descriptor
-    """``[ROWS]`` fp32, maxima."""
+    """``[ROWS]`` fp32, the maxima of the state."""
     sums: gl.shared_memory_descriptor
-    """``[ROWS]`` fp32."""
+    """``[ROWS]`` fp32, the sums of the state."""
     sent: gl.shared_memory_descriptor
-    """mbarrier: a state is there."""
+    """mbarrier: a state is in the mailbox."""
     taken: gl.shared_memory_descriptor
-    """mbarrier: it has been read."""
+    """mbarrier: the state in the mailbox has been read."""
 
 
 @aggregate
 class Room:
-    """Shared memory of a consumer."""
+    """The shared memory of a consumer.
+
+    As the kernel makes it, every field except the mailbox has a leading axis of consumers, which
+    :meth:`of` takes away.
+    """
 
     exchange: gl.shared_memory_descriptor
-    """``[16, 4]`` fp32, maxima of rows by warp."""
+    """``[16, 4]`` fp32, the maximum of each row in each warp."""
     turned: gl.shared_memory_descriptor
-    """``[16, KV_TILE]``, weights on their way to being an operand."""
+    """``[16, KV_TILE]``, weights on their way to the layout of an operand."""
     queries: gl.shared_memory_descriptor
-    """``[ROWS, SIZE]``, the queries where products read them from here."""
+    """``[ROWS, SIZE]``, the queries, for products that read them from shared memory."""
     mailbox: Mailbox
-    """Shared by both consumers."""
+    """The mailbox, which both consumers share."""
 
     @gluon.jit
     def of(self, PART: gl.constexpr):
-        """One consumer's room; before, its own fields have a leading axis of consumers."""
+        """The room of consumer PART."""
         return Room(
             exchange=self.exchange.index(PART),
             turned=self.turned.index(PART),
@@ -317,14 +329,14 @@ class Room:
 
 @aggregate
 class Tile:
-    """Sizes of the tile at which a program works: query rows by tokens of the cache."""
+    """The sizes, types and layouts of the tile that a program computes at a time."""
 
     GROUP: gl.constexpr
     """int, query heads of a KV head."""
     TILE_HEADS: gl.constexpr
-    """int, query heads of the tile: row ``i`` is of head ``i % TILE_HEADS``."""
+    """int, query heads of the tile: row ``i`` belongs to head ``i % TILE_HEADS``."""
     USED: gl.constexpr
-    """int, rows that a query can have: TILE_HEADS times the tokens of a work item."""
+    """int, rows that can hold a query: TILE_HEADS times the most tokens of a work item."""
     ROWS: gl.constexpr
     """int, rows of the products, 16 or 64."""
     SIZE: gl.constexpr
@@ -332,13 +344,13 @@ class Tile:
     DTYPE: gl.constexpr
     """Type of the products' operands."""
     E4M3: gl.constexpr
-    """bool, the cache has e4m3, read as int16 words of two; else it has DTYPE."""
+    """bool, whether the cache is e4m3, read as int16 words of two elements; else it is DTYPE."""
     SCORES: gl.constexpr
     """Layout of scores ``[ROWS, KV_TILE]``."""
     OUTPUT: gl.constexpr
-    """Layout of what products add up to, ``[ROWS, SIZE]`` or a plane of its columns."""
+    """Layout of output sums ``[ROWS, SIZE]``, or of one plane of their columns."""
     CONSUMERS: gl.constexpr
-    """int, 1 or 2."""
+    """int, number of consumers: 1 or 2."""
     FINISH_ROWS: gl.constexpr
     """int, rows of stored states that are folded at a time."""
     FINISH_WIDTH: gl.constexpr
@@ -347,22 +359,22 @@ class Tile:
 
 @aggregate
 class Work:
-    """A program's part of a work item: segments of one row's keys, for one tile of heads."""
+    """A program's part of a work item: a run of its segments, for one tile of heads."""
 
     number: Value
-    """int32, of the work item: row of the plan times HEAD_LOOPS, plus head loop."""
+    """int32, number of the work item: row of the plan times HEAD_LOOPS, plus head loop."""
     lane: Value
-    """int32, which program of its group this is."""
+    """int32, number of the program in its group."""
     fields: gl.tensor
-    """Pointer to the row's ROW_FIELDS numbers."""
+    """Pointer to the ROW_FIELDS numbers of the row of the plan."""
     begin: Value
-    """int32, the first segment of the part, counted from the row's first."""
+    """int32, the first segment of the part, counted from the row's first segment."""
     end: Value
-    """int32, the segment after its last."""
+    """int32, the segment after the part's last, counted from the row's first segment."""
     req: Value
-    """int32, request."""
+    """int32, number of the request."""
     kv_len: Value
-    """int32, tokens of the request's keys."""
+    """int32, number of the request's keys."""
     first: Value
     """int32, position of the first query."""
     last: Value
@@ -382,23 +394,23 @@ class Head:
     """The heads of a part, and the factors that depend on them."""
 
     kv_head: Value
-    """int32, KV head."""
+    """int32, number of the KV head."""
     in_group: Value
-    """int32, the tile's first query head, counted from the KV head's first."""
+    """int32, the tile's first query head, counted from the KV head's first query head."""
     natural: Value
-    """fp32, with E4M3 ``[ROWS]``: what products are multiplied by, the keys' scale in it."""
+    """fp32, with E4M3 ``[ROWS]`` fp32: the factor of products, which includes the keys' scale."""
     v_factor: Value
-    """fp32, by which outputs are multiplied: the scale of values."""
+    """fp32, the factor of outputs: the values' scale."""
 
 
 @aggregate
 class Bounds:
-    """Which keys a part's queries see, as far as it is the same for all tiles of keys."""
+    """Bounds of the keys that a part's queries see, which hold for all tiles of keys."""
 
     range_first: gl.tensor
-    """``[rows]`` int32, first key of the queries' own ranges."""
+    """``[ROWS]`` int32, the first key of each query's own ranges."""
     range_last: gl.tensor
-    """``[rows]`` int32, last key of the queries' own ranges."""
+    """``[ROWS]`` int32, the last key of each query's own ranges."""
     all_low: Value
     """int32, the first key that all queries see."""
     all_high: Value
@@ -407,28 +419,29 @@ class Bounds:
 
 @aggregate
 class State:
-    """Attention over some keys: it can be folded with that over the keys that follow."""
+    """Attention over a run of keys; it can be folded with the state of the keys that follow."""
 
     m: gl.tensor
     """``[ROWS]`` fp32, maxima of the scores, in units of log 2."""
     l: gl.tensor
-    """``[ROWS]`` fp32, sums of the weights; during a segment ``[ROWS, threads]``, by thread."""
+    """``[ROWS]`` fp32, sums of the weights; within a segment one sum per thread,
+    ``[ROWS, threads]``."""
     acc: gl.tensor
     """``[ROWS, columns]`` fp32, sums of values times weights."""
 
 
 @aggregate
 class Cells:
-    """Where a stored state's elements are, of the rows and columns that are folded at a time."""
+    """Offsets of the elements of a stored state that are folded at a time."""
 
     row: gl.tensor
-    """``[FINISH_ROWS]`` int32."""
+    """``[FINISH_ROWS]`` int32, the rows."""
     cell: gl.tensor
-    """``[FINISH_ROWS, FINISH_WIDTH]`` int32, places in an output of ``[USED, SIZE]``."""
+    """``[FINISH_ROWS, FINISH_WIDTH]`` int32, offsets in an output of ``[USED, SIZE]``."""
     mine: gl.tensor
-    """``[FINISH_ROWS]`` bool, rows that there are."""
+    """``[FINISH_ROWS]`` bool, whether a state has the row."""
     mask: gl.tensor
-    """``[FINISH_ROWS, FINISH_WIDTH]`` bool, the same for each element."""
+    """``[FINISH_ROWS, FINISH_WIDTH]`` bool, whether a state has the element."""
 
 
 @aggregate

@@ -1,4 +1,4 @@
-"""Online softmax around products by warp group (wgmma), whose results are the output's sums."""
+"""Helpers of the online softmax for kernels that add up their output by warp group (wgmma)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def base_of(m):
-    """The exponent that weights are relative to: the row's maximum ``m``, or 0 where the row has
-    seen no key and its maximum is -inf.
+    """The score that a row's exponents are relative to, ``[rows]``.
+
+    It is the row's maximum ``m``, or 0 where the row has seen no key and ``m`` is -inf.
     """
     return gl.where(m == float("-inf"), 0.0, m)
 
 
 @gluon.jit
 def scaled_rows(o, by):
-    """Output ``o [rows, columns]`` times one factor for each row, ``by [rows]``."""
+    """Multiply the output ``o [rows, columns]`` by one factor for each row, ``by [rows]``."""
     return o * gl.convert_layout(by, gl.SliceLayout(1, o.type.layout))[:, None]

@@ -1,4 +1,4 @@
-"""Latent rows from one format and place to another: gathered, converted, written; one launch."""
+"""Latent rows gathered from one cache, converted to another format and written, in one launch."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _KINDS: Final = {
     LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE: "scaled",
 }
 _ROWS: Final = 8
-"""Rows per program: 16 bytes of each, and more of wide ones, for every thread."""
+"""Rows per program: every thread has 16 bytes of a row, and more if rows are wide."""
 _VARYING: Final = ["num_rows"]
 _ANYWHERE: Final = ["from_slots_ptr", "to_slots_ptr", "k_scale_ptr"]
 
 
 @triton.jit
 def _values_of(x, scales, k_scale, FROM: tl.constexpr, HARDWARE_E4M3: tl.constexpr):
-    """fp32 ``[ROWS, W]`` of stored elements; ``scales [ROWS, W // block]`` of block-scaled ones."""
+    """Stored elements as fp32 ``[ROWS, W]``; block scales are ``[ROWS, GROUPS]``."""
     if FROM == "float":
         real = to_float32(x)
     elif FROM == "raw":
@@ -56,7 +56,7 @@ def _scaled_blocks(
     x, k_scale, FROM: tl.constexpr, SNAP: tl.constexpr, GROUPS: tl.constexpr,
     HARDWARE_E4M3: tl.constexpr,
 ):  # fmt: skip
-    """uint8 ``[ROWS, W]`` and fp32 ``[ROWS, GROUPS]`` of rows that have no block scales yet."""
+    """Rows without block scales as e4m3: uint8 ``[ROWS, W]`` and fp32 scales ``[ROWS, GROUPS]``."""
     R: tl.constexpr = x.shape[0]
     W: tl.constexpr = x.shape[1]
     if FROM == "raw":
@@ -93,12 +93,16 @@ def latent_convert_kernel(
     ROPE_ALIGN: tl.constexpr, TO_NOPE_ALIGN: tl.constexpr, TO_ROPE_ALIGN: tl.constexpr,
     HARDWARE_E4M3: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Row i is read at slot ``from_slots[i]`` and written at ``to_slots[i]``; a list that is None
-    means slot i. From -1 comes a row of zeros; to -1 goes none. Grid ``(cdiv(num_rows, ROWS),)``.
+    """Read row i at slot ``from_slots[i]``, write it at ``to_slots[i]``; grid
+    ``(cdiv(num_rows, ROWS),)``.
 
-    Layout: fields ``[N, P, count]`` on both sides, e4m3 as ``uint8``; GROUPS scales in each row of
-    WIDTH elements, of which RANK are there. SNAP: a scale per tensor becomes the power of two above
-    it, and elements are rounded again; else it becomes the blocks' as it is.
+    A list that is None means slot i. A row read from slot -1 is zeros; a row for slot -1 is not
+    written. Fields are ``[N, P, count]`` on both sides, and e4m3 fields are uint8. A row of RANK
+    elements, padded to WIDTH, has GROUPS block scales.
+
+    SNAP is about rows with one scale per tensor that get block scales. With it, the block scales
+    are the power of two above the tensor's scale, and elements are rounded again. Without it, the
+    tensor's scale is copied to every block.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     real = row < num_rows
@@ -117,7 +121,7 @@ def latent_convert_kernel(
     rotary = tl.arange(0, ROPE_WIDTH)[None, :]
     group = tl.arange(0, GROUPS)[None, :]
     inside, turned, scaled = column < RANK, rotary < ROPE, group * (WIDTH // GROUPS) < RANK
-    # All that is read, before anything is written: stores would hold loads back.
+    # All loads come before the first store: stores would hold loads back.
     at = row_pointers(nope_ptr, _offsets(source, nope_block, nope_token, FROM_BLOCK), NOPE_ALIGN)
     nope = tl.load(at + column, mask=there & inside, other=0)
     rope = nope
@@ -142,7 +146,7 @@ def latent_convert_kernel(
             nope, scales = _scaled_blocks(nope, k_scale, FROM, SNAP, GROUPS, HARDWARE_E4M3)
         if ROPE > 0:
             if rope.dtype != to_rope_ptr.dtype.element_ty:
-                # Behind block-scaled elements it is not scaled.
+                # The rotary part of block-scaled rows is stored without a scale.
                 KIND: tl.constexpr = "raw" if FROM == "raw" else "float"
                 real_rope = _values_of(rope, scales, k_scale, KIND, HARDWARE_E4M3)
                 rope = saturate_to(real_rope, to_rope_ptr.dtype.element_ty)
@@ -173,14 +177,14 @@ def latent_convert_call(
 
     Args:
         source: fields of the rows that are read, ``[N, P, count]`` each, by name.
-        target: fields of the rows that are written, likewise.
-        formats: of both.
+        target: fields of the rows that are written, ``[N, P, count]`` each, by name.
+        formats: the formats of source and target.
         from_slots: ``[S]`` int32 or int64, -1 for a row of zeros; None for slots 0, 1, ...
-        to_slots: ``[S]`` likewise, -1 for a row that is not written.
+        to_slots: ``[S]`` int32 or int64, -1 for a row that is not written; None for slots 0, 1, ...
         k_scale: fp32 scalar, of rows with one scale per tensor.
         num_rows: S.
         snap_scales: block scales made from ``k_scale`` are powers of two.
-        hardware_e4m3: the GPU has the instruction.
+        hardware_e4m3: the GPU has instructions that convert e4m3.
     """
     rank = source["nope"].shape[2]
     rope = source["rope"].shape[2] if "rope" in source else 0

@@ -1,12 +1,17 @@
 """Absorbed latent (MLA) decode, speculative verify and short extends, split over the keys.
 
-The plan is that of :mod:`attn.kernels.dense.decode`: rows of query tokens and heads, segments of
-their keys by position, states folded in order, no program waits for another. What differs is the
-row of the cache: a latent and a rotary part. Both are the key, the latent is the value too, and a
-tile of it is read once for both products. There is one KV head, so that up to 64 rows share a walk
-over the keys where the products are by warp group; a state of those fills half a multiprocessor's
-registers, so that what is folded so far lies in scratch between two segments, in place of
-registers. Of 16 rows it stays in registers. States are :mod:`attn.kernels.latent.states`'s.
+This is the portable latent kernel. It runs the same kind of plan as the dense decode kernel
+(:mod:`attn.kernels.dense.decode`): a work item is a tile of query tokens and heads, its keys are
+cut into segments by position, the states of segments are folded in order, and no program waits for
+another.
+
+A row of the latent cache has a latent and a rotary part. Both together are the key, and the latent
+part is also the value, so a tile of it is read once for both products.
+
+There is one KV head. Where products are computed by warp groups, up to 64 query rows therefore
+share one walk over the keys. The state of so many rows fills half a multiprocessor's registers, so
+the folded state lies in scratch memory between two segments. With 16 query rows it stays in
+registers. :mod:`attn.kernels.latent.states` stores and folds the states.
 """
 
 from __future__ import annotations
@@ -50,7 +55,7 @@ def _tiles_of(
     fields, part, past, window, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
     WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """First and past the last KV tile that a row sees of segments ``[part, past)``."""
+    """First KV tile, and the end, that a work item sees of segments ``[part, past)``."""
     first = tl.load(fields + 4)
     low = segment_start(part) // SEGMENT_UNIT
     if WINDOW:
@@ -62,9 +67,9 @@ def _tiles_of(
 @triton.jit
 def _elements(words, PLANE: tl.constexpr, KIND: tl.constexpr, DECODE: tl.constexpr,
               COMPUTE: tl.constexpr):  # fmt: skip
-    """One plane of stored words in the type of the products, exactly."""
+    """One plane of stored words, converted exactly to the type of the products."""
     if KIND == _E4M3 and tl.bfloat16 == COMPUTE:
-        # The same bits, three exponent bits further right, are 2^-120 times as much in bf16.
+        # The bits of an e4m3 number, moved to bf16's places, are 2^-120 times the number.
         upper = words & -256 if PLANE == 1 else words << 8
         bits = ((upper >> 4) & 0x07F0) | (upper & -32768)
         plane = bits.to(tl.int16).to(tl.bfloat16, bitcast=True) * _TO_BF16
@@ -77,7 +82,7 @@ def _elements(words, PLANE: tl.constexpr, KIND: tl.constexpr, DECODE: tl.constex
 def _weights_of(
     scores, m, token, query, limit, scale, window, SIMPLE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """New maxima, what to multiply old sums by, and weights, of ``[ROWS, KV_TILE]`` scores."""
+    """New maxima, factors for old sums and weights, from ``[ROWS, KV_TILE]`` scores."""
     if not SIMPLE:
         scores = scores * scale
     seen = token[None, :] <= limit[:, None]
@@ -89,7 +94,8 @@ def _weights_of(
     weights = scores - base[:, None]
     alpha = m - base
     if SIMPLE:
-        # Not fma(scores, scale, -base * scale), as in the dense kernels: that rounds apart.
+        # Unlike the dense kernels this does not use fma(scores, scale, -base * scale): that rounds
+        # the two products differently.
         weights = weights * scale
         alpha = alpha * scale
     return top, tl.exp2(alpha), tl.exp2(weights)
@@ -103,11 +109,11 @@ def _attend_tile(
     ROPE_USED: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, DECODE: tl.constexpr,
     COMPUTE: tl.constexpr, ALIGN: tl.constexpr, SIMPLE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over one tile of keys; sums are ``[ROWS]``, or ``[ROWS, KV_TILE]`` to be added
-    up by the caller.
+    """Online softmax over one tile of keys.
 
-    Slots below ``floor`` and from ``kv_len`` on are not read; query rows see tokens up to
-    ``limit``; page ids come two tiles ahead of their rows.
+    ``sums`` are ``[ROWS]``, or ``[ROWS, KV_TILE]`` for the caller to add up. Slots below ``floor``
+    and from ``kv_len`` on are not read. Query rows see tokens up to ``limit``. Page ids are loaded
+    two tiles before the rows that they lead to.
     """
     SUB: tl.constexpr = KV_TILE if BLOCK_SIZE % KV_TILE == 0 else (BLOCK_SIZE & -BLOCK_SIZE)
     PAGES: tl.constexpr = KV_TILE // SUB
@@ -132,8 +138,8 @@ def _attend_tile(
         )
     else:
         rope = tl.load(rope_ptr + (at[:, None] + rotary[None, :]))
-    # Triton does not pipeline a loop that merely hands a value on, so something is done to it; ids
-    # are not negative.
+    # Triton does not pipeline a loop that merely hands a value on to the next turn. This maximum
+    # changes nothing, since ids are not negative, and makes it pipeline.
     pages = tl.maximum(ahead, 0)
     ahead = page_ids(table_ptr, tile + 2, floor, kv_len, 0, SUB, PARTS, PAGES, WINDOW, False)
 
@@ -149,10 +155,10 @@ def _attend_tile(
         scores = scores_of(q1, k1, scores, IEEE)
         scores = scores_of(r1, _elements(rope, 1, KIND, DECODE, COMPUTE), scores, IEEE)
     if HIDES_SCORES:
-        # Where it sees that a product leads to another one, Triton has both warp groups compute all
-        # of it. So it is added up afterwards, in a way that it does not make one product of, and
-        # what follows hides behind a branch. The sum also has the product waited for, which Triton
-        # forgets where a branch is what comes next.
+        # Where Triton sees that one product feeds another, it has both warp groups compute all of
+        # the first. The fma keeps it from merging the two score products into one chain, and the
+        # branch hides that the scores feed the next product. The fma also makes Triton wait for
+        # the product; before a branch alone it forgets to.
         scores = tl.fma(scores_of(q0, k0, zero, IEEE), zero + 1.0, scores)
         top = m
         alpha = m
@@ -240,15 +246,17 @@ def mla_decode_kernel(
     FINISH_WIDTH: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Latent attention of the plan's rows; grid ``(groups * HEADS,)``.
+    """Latent attention of the plan's work items; grid ``(groups * HEADS,)``.
 
-    Shapes: query ``[T, NUM_HEADS, SIZE]`` and rotary ``[T, NUM_HEADS, ROPE_SIZE]``; latent
-    ``[N, BLOCK_SIZE, words]`` and rope likewise, with the same strides in stored words; out
-    ``[T, NUM_HEADS, SIZE]``; LSE ``[T, NUM_HEADS]``; the rest as in the plan, whose scratch is laid
-    out as :func:`builders.splitkv.record.latent_states` counts it.
+    Shapes: query ``[T, NUM_HEADS, SIZE]``, rotary ``[T, NUM_HEADS, ROPE_SIZE]``, latent and rope
+    ``[N, BLOCK_SIZE, words]`` each, with the same strides in stored words; out
+    ``[T, NUM_HEADS, SIZE]``; LSE ``[T, NUM_HEADS]`` fp32.
+
+    The other pointers are the tensors of :class:`builders.splitkv.record.SplitPlan`. Its scratch is
+    laid out as :func:`builders.splitkv.record.latent_states` counts it.
     """
     CELLS: tl.constexpr = TILE_HEADS * QUERY_TOKENS
-    # Tiles of 64 rows are what a warp group multiplies; a row is one warp's then.
+    # A warp group multiplies tiles of 64 rows; then all of a row belongs to one warp.
     BY_GROUP: tl.constexpr = ROWS >= 64
     SUB: tl.constexpr = KV_TILE if BLOCK_SIZE % KV_TILE == 0 else (BLOCK_SIZE & -BLOCK_SIZE)
     PAGES: tl.constexpr = KV_TILE // SUB
@@ -260,7 +268,7 @@ def mla_decode_kernel(
     first_row = tl.load(mine)
     past_row = tl.load(mine + 2) + (tl.load(mine + 3) > 0).to(tl.int32)
     for turn in tl.range(0, past_row - first_row, num_stages=1, disable_licm=True):
-        # Not counted itself, since what addresses follow from is then kept in 64 bits.
+        # The loop does not count r itself: Triton would keep r, and every address, in 64 bits.
         r = tl.load(mine) + turn
         fields = fields_of(r, mine, rows_ptr, HEAD_LOOPS)
         req = tl.load(fields)
@@ -308,8 +316,9 @@ def mla_decode_kernel(
             segment = first_part + begin
             if BY_GROUP:
                 last_part = tl.maximum(segment_of(tl.maximum(high - 1, 0) * SEGMENT_UNIT), segment)
-                # A loop over segments around one over tiles: Triton does not pipeline a loop with a
-                # barrier, and before a branch it forgets to wait for products by warp group.
+                # The loop over segments encloses a loop over tiles for two reasons: Triton does not
+                # pipeline a loop that has a barrier, and before a branch it forgets to wait for
+                # products of warp groups.
                 for part in tl.range(segment, last_part + 1, num_stages=1, disable_licm=True):
                     since, until = _tiles_of(
                         fields_of(r, mine, rows_ptr, HEAD_LOOPS), part, part + 1, window, KV_TILE,
@@ -341,14 +350,15 @@ def mla_decode_kernel(
                 A0 = tl.zeros([ROWS, WIDTH], tl.float32)
                 A1 = A0
                 m = M
-                # Keys of a row are several warps': added up once, and not for every tile.
+                # Several warps have keys of a row: their sums are added once, not for every tile.
                 sums = tl.zeros([ROWS, KV_TILE], tl.float32)
                 acc0 = A0
                 acc1 = A0
                 part = tl.maximum(segment_of(low * SEGMENT_UNIT), segment)
                 part_end = segment_start(part + 1) // SEGMENT_UNIT
                 if begin > 0:
-                    # Segments before a window narrower than the plan's are states all the same.
+                    # If the layer's window is narrower than the plan's, the segments before it need
+                    # empty states: the fold reads a state of every segment.
                     for unseen in range(segment, tl.minimum(part, first_part + end)):
                         store_state(
                             states_ptr, sums_ptr, slots + unseen - first_part, M, L, A0, A1, A0, A1,

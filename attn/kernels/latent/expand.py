@@ -1,7 +1,7 @@
 """Latent rows expanded to keys and values of every head, for prefill over a latent cache.
 
-A program takes a tile of rows and a head. Rows are walked in steps of the latent dimension, in one
-order whatever the number of rows, so that a row's bits depend on that row alone: a library's matrix
+A program takes a tile of rows and one head. It sums over the latent dimension in steps whose order
+does not depend on the number of rows, so a row's bits depend on that row alone. A library's matrix
 product would choose its order by the size of the batch.
 """
 
@@ -24,7 +24,7 @@ _ANYWHERE = ["table_ptr", "start_ptr", "lens_ptr", "packed_ptr", "scale_ptr"]
 
 @triton.jit
 def _in_model_type(x, factor, DTYPE: tl.constexpr, E4M3: tl.constexpr, HARDWARE_E4M3: tl.constexpr):
-    """Stored elements as the model's."""
+    """Stored elements converted to the model's type; e4m3 ones are multiplied by ``factor``."""
     if E4M3:
         x = decode_e4m3(x, HARDWARE_E4M3).to(tl.float32) * factor
     else:
@@ -34,9 +34,9 @@ def _in_model_type(x, factor, DTYPE: tl.constexpr, E4M3: tl.constexpr, HARDWARE_
 
 @triton.jit
 def _product(x, weights, accumulator, IEEE: tl.constexpr):
-    """``accumulator + x @ weights``; a row's bits do not depend on its place among the rows."""
+    """``accumulator + x @ weights``; a row's bits do not depend on its place in the tile."""
     if INTERPRETED:
-        # There numpy multiplies, and the order of its sums does depend on it.
+        # The interpreter multiplies with numpy, whose order of sums depends on a row's place.
         wide = to_float32(x)[:, :, None] * to_float32(weights)[None, :, :]
         result = accumulator + tl.sum(wide, 1)
     else:
@@ -46,9 +46,11 @@ def _product(x, weights, accumulator, IEEE: tl.constexpr):
 
 @triton.jit
 def _waited_for(a, b, at):
-    """Sums of a step, when the products are done. Products by warp group read rows from registers,
-    and the compiler would leave them under way: ptxas before 13.3 gives these registers to the next
-    step's rows meanwhile. What uses the sums is waited for, also where nothing comes of it.
+    """The sums ``a`` and ``b`` of a step, unchanged, once the step's products are complete.
+
+    Products of warp groups read rows from registers while they run, and the compiler would start
+    the next step meanwhile. ptxas before 13.3 then gives those registers to the next step's rows.
+    Any use of the sums waits for the products, so each sum passes a ``where`` that changes nothing.
     """
     if not INTERPRETED:
         if cuda_capability_geq(9, 0) and not cuda_capability_geq(10, 0):
@@ -101,13 +103,13 @@ def expand_kernel(
     HARDWARE_E4M3: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Keys ``[S, HEADS, NOPE + ROPE]`` and values ``[S, HEADS, SIZE_V]``, dense; grid
+    """Write dense keys ``[S, HEADS, NOPE + ROPE]`` and values ``[S, HEADS, SIZE_V]``; grid
     ``(HEADS, tiles)``.
 
-    With BLOCK_SIZE 0, latent ``[S, RANK]`` and rope ``[S, ROPE]``. Else row ``r * span + i`` is
-    token ``start + i`` of request r in a cache ``[N, BLOCK_SIZE, ...]``, start and len being its
-    entries of ``[R]`` int32 tensors; where i is not below len, nothing is read and nothing written.
-    With PACKED, that row is written as row ``packed[r] + i``.
+    With BLOCK_SIZE 0, latent is ``[S, RANK]`` and rope ``[S, ROPE]``. Otherwise both lie in a cache
+    ``[N, BLOCK_SIZE, ...]``, and row ``r * span + i`` is token ``start[r] + i`` of request r. Where
+    i is ``lens[r]`` or more, nothing is read and nothing is written; start and lens are ``[R]``
+    int32. With PACKED, the row is written as row ``packed[r] + i``.
     """
     head = tl.program_id(0)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -191,17 +193,17 @@ def expand_call(
 
     Args:
         latent: ``[S, L]``, or ``[N, P, L]`` of a cache, in any strides that leave rows dense.
-        rope: ``[S, r]`` or ``[N, P, r]``, likewise.
+        rope: ``[S, r]`` or ``[N, P, r]``, in any strides that leave rows dense.
         w_uk: ``[L, H, P]`` in the model's type.
-        w_uv: ``[L, H, V]``.
+        w_uv: ``[L, H, V]`` in the model's type.
         keys: ``[S, H, P + r]``, dense, to write.
         values: ``[S, H, V]``, dense, to write.
-        paged: which rows of the cache; None for rows that follow one another.
-        scale: fp32 scalar of an e4m3 cache; None for the model's type.
-        hardware_e4m3: the device has instructions for e4m3.
+        paged: the rows of the cache to expand; None for rows that follow one another.
+        scale: fp32 scalar that multiplies an e4m3 cache; None: rows are in the model's type.
+        hardware_e4m3: the GPU has instructions that convert e4m3.
 
     Raises:
-        ValueError: rows that are not as wide as weights and keys say.
+        ValueError: rows are not as wide as weights and keys say.
     """
     rank, heads, nope = w_uk.shape
     widths, wanted = (latent.shape[-1], rope.shape[-1]), (rank, keys.shape[2] - nope)

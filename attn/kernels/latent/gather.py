@@ -34,8 +34,10 @@ def pack_query_kernel(
     HARDWARE_E4M3: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Row i of ``[S, HEADS, RANK + ROPE]`` is token ``index[i]``, or zero where that is -1; grid
-    ``(S, HEADS)``. With E4M3, ``x / scale`` as patterns; with FROM_E4M3, patterns times the scale.
+    """Write token ``index[i]`` as row i of ``[S, HEADS, RANK + ROPE]``; grid ``(S, HEADS)``.
+
+    Rows of index -1 are zeros. With E4M3, a row is ``x / scale`` as e4m3 patterns. With FROM_E4M3,
+    the inputs are e4m3 patterns, and a row is their values times ``scale``.
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
@@ -86,8 +88,10 @@ def unpack_state_kernel(
     FLAGGED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Token i of ``[T, WIDTH]`` is row ``index[i]``; zero, and a log-sum-exp of -inf, where that is
-    -1 or the token is flagged; grid ``(T,)``.
+    """Write row ``index[i]`` as token i of ``[T, WIDTH]``, and its LSE times ``scale``; grid
+    ``(T,)``.
+
+    Where the index is -1 or the token is flagged, the output is zero and the LSE -inf.
     """
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(index_ptr + token).to(tl.int64)
@@ -115,7 +119,7 @@ def pack_query_call(
     *,
     hardware_e4m3: bool,
 ) -> KernelCall:
-    """The launch of :func:`attn.ops.gather.pack_query`, with its arguments."""
+    """The launch of :func:`attn.ops.gather.pack_query`, which explains and checks the arguments."""
     rank, width = nope.shape[2], rope.shape[2]
     is_e4m3, was_e4m3 = (one.dtype == torch.float8_e4m3fn for one in (out, nope))
     arguments = {
@@ -149,7 +153,7 @@ def unpack_state_call(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> KernelCall:
-    """The launch of :func:`attn.ops.gather.unpack_state`, with its arguments."""
+    """The launch of :func:`attn.ops.gather.unpack_state`, which explains the arguments."""
     heads = out.shape[1]
     arguments = {
         "padded_ptr": padded,

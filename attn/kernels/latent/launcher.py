@@ -1,4 +1,4 @@
-"""Launches of the latent (MLA) decode kernels: from a layer, a step and its tensors to records."""
+"""The launcher of latent (MLA) decode: it makes launches of a layer, a step and tensors."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from attn.kernels.latent.hopper_wide.launch import HopperLatentLauncher
 
 FINISH_CELLS = 2048
-"""Cells of a state that the program which finishes a row folds at a time."""
+"""Elements of a state that the program which finishes a work item folds at a time."""
 _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
 @dataclass(frozen=True)
 class LatentLayer:
-    """What never changes in a layer."""
+    """The constants of one latent layer."""
 
     num_heads: int
     rank: int
@@ -41,38 +41,40 @@ class LatentLayer:
     scale: float
     cache_dtype: CacheDType
     sliding_window: int | None = None
-    """Keys that a token sees, itself included; None for all before it."""
+    """Keys that a token sees, itself included; None: it sees itself and all keys before it."""
 
 
 @dataclass
 class LatentTensors:
-    """The tensors of one decode."""
+    """The tensors of one decode: T query tokens, H heads, rank L, rotary size r."""
 
     query: torch.Tensor
-    """``[T, H, L]``, absorbed; last dimension contiguous, as everywhere here."""
+    """``[T, H, L]``, absorbed; contiguous in its last dimension, like every tensor here."""
     rotary: torch.Tensor
-    """``[T, H, r]``."""
+    """``[T, H, r]``, the rotated part of the query."""
     latent: torch.Tensor
-    """``[N, P, L]`` of the cache."""
+    """``[N, P, L]``: the latent part of the cache's rows."""
     rope: torch.Tensor
-    """``[N, P, r]`` of the cache, in the strides of ``latent``."""
+    """``[N, P, r]``: the rotary part of the cache's rows, in the strides of ``latent``."""
     output: torch.Tensor
     """``[T, H, L]``, in the query's type."""
     lse: torch.Tensor | None
-    """``[T, H]`` fp32."""
+    """``[T, H]`` fp32, natural logarithm; None: it is not written."""
     k_scale: torch.Tensor
-    """fp32 scalar of an fp8 cache."""
+    """fp32 scalar by which elements of an fp8 cache are multiplied."""
 
 
 class LatentLauncher:
-    """The decode launches of one layer. What launches of a variant share is prepared once: see
-    :class:`attn.kernels.dense.launcher.DenseLauncher`.
+    """The decode launches of one layer.
+
+    A launcher for each compiled variant is made once and kept. A later forward of the same variant
+    only hands over addresses and sizes.
     """
 
     def __init__(self, layer: LatentLayer) -> None:
         """
         Args:
-            layer: what never changes.
+            layer: the constants of the layer.
         """
         self.layer = layer
         self._variants: Variants[Launcher] = Variants()
@@ -83,10 +85,10 @@ class LatentLauncher:
 
         Args:
             step: the builder's record of the decode rows.
-            tensors: of this forward.
+            tensors: the tensors of this forward.
 
         Raises:
-            ValueError: tensors that do not fit the layer, or a plan that is for another one.
+            ValueError: the tensors do not fit the layer, or the plan was made for another layer.
         """
         for launch in self._launches(step, tensors):
             launch.launch()
@@ -94,7 +96,15 @@ class LatentLauncher:
     def calls(
         self, step: TritonAttentionMetadata, tensors: LatentTensors
     ) -> tuple[KernelCall, ...]:
-        """The launches for the step's decode rows; errors as in :meth:`attend`."""
+        """The launches for the step's decode rows, as data: nothing is enqueued.
+
+        Args:
+            step: the builder's record of the decode rows.
+            tensors: the tensors of this forward.
+
+        Raises:
+            ValueError: the tensors do not fit the layer, or the plan was made for another layer.
+        """
         return tuple(launch.call for launch in self._launches(step, tensors))
 
     def _launches(
@@ -134,14 +144,16 @@ class LatentLauncher:
         return (launcher.bind((plan.groups * plan.heads,), varying),)
 
     def _words(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of the cache as what kernels load."""
+        """Cache rows as the words that kernels load: int16 of an fp8 cache, else elements."""
         return rows.view(torch.int16) if self.layer.cache_dtype.is_quantized else rows
 
     def _on_hopper(
         self, plan: SplitPlan, step: TritonAttentionMetadata, tensors: LatentTensors
     ) -> tuple[Launch, ...]:
-        """The launches of the kernel for Hopper, to which queries and rows are whole: one KV head
-        whose key is the row, and whose value is a part of it.
+        """The launches of the Hopper kernel.
+
+        That kernel takes the latent and the rotary part of queries and rows as one tensor. To it
+        the layer has one KV head: its key is the whole row, its value the row's latent part.
         """
         layer = self.layer
         width = layer.rank + layer.rope_size
@@ -184,13 +196,14 @@ class LatentLauncher:
     def _fixed(
         self, tensors: LatentTensors, latent: torch.Tensor, rope: torch.Tensor
     ) -> dict[str, Any]:
-        """Arguments that the layer and the likeness of tensors give."""
+        """The arguments of the portable kernel that one compiled variant fixes."""
         layer, query, rotary, output = self.layer, tensors.query, tensors.rotary, tensors.output
         quantized = layer.cache_dtype.is_quantized
         planes = 2 if quantized else 1
-        # A 16-bit type holds neither the other's range nor its precision.
+        # Rows of another 16-bit type are multiplied in fp32: fp16 lacks bf16's range, and bf16
+        # lacks fp16's precision.
         same = quantized or latent.dtype == query.dtype
-        # The interpreter multiplies bf16 by its bits.
+        # Triton's interpreter multiplies the bit patterns of bf16 as if they were integers.
         is_wrong = INTERPRETED.value and query.dtype == torch.bfloat16
         used, rope_used = layer.rank // planes, layer.rope_size // planes
         starts = (rows.data_ptr() // rows.element_size() for rows in (latent, rope))
@@ -220,7 +233,7 @@ class LatentLauncher:
             "PLANES": planes,
             "DECODE": decode,
             "COMPUTE": _TYPES[query.dtype] if same and not is_wrong else tl.float32,
-            # Largest power of two, up to 16 words, that every row starts at a multiple of.
+            # Every row starts at a multiple of this power of two, at most 16, of words.
             "ALIGN": math.gcd(16, latent.stride(0), latent.stride(1), *starts),
             "SIMPLE": layer.scale > 0,
             "LSE": tensors.lse is not None,
@@ -228,7 +241,7 @@ class LatentLauncher:
 
 
 def whole_query(query: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
-    """``[T, H, L + r]`` of both parts: themselves where they lie side by side, else a copy."""
+    """Both query parts as ``[T, H, L + r]``: a view if side by side, else a copy."""
     rank = query.shape[-1]
     is_whole = (
         rotary.data_ptr() == query.data_ptr() + rank * query.element_size()
@@ -245,7 +258,7 @@ def whole_query(query: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
 def _varying(
     plan: SplitPlan, step: TritonAttentionMetadata, tensors: LatentTensors
 ) -> dict[str, Any]:
-    """Arguments of both kernels that differ from call to call."""
+    """Arguments of the portable and the Hopper kernel that differ from call to call."""
     return {
         "out_ptr": tensors.output,
         "lse_ptr": tensors.lse,
@@ -276,7 +289,7 @@ def _plan_constants(plan: SplitPlan) -> dict[str, Any]:
 
 
 def _variant(tensors: LatentTensors) -> tuple[Any, ...]:
-    """Everything about the tensors that a launcher depends on."""
+    """The variant key of the tensors: everything about them that a compiled variant depends on."""
     query, rotary, latent, rope = tensors.query, tensors.rotary, tensors.latent, tensors.rope
     output, lse = tensors.output, tensors.lse
     return (
@@ -304,7 +317,7 @@ def _variant(tensors: LatentTensors) -> tuple[Any, ...]:
 def _check(
     layer: LatentLayer, plan: SplitPlan, step: TritonAttentionMetadata, tensors: LatentTensors
 ) -> None:
-    """Once per form, so that a call costs nothing."""
+    """Refuse what does not fit together; run once per variant, so that a call costs nothing."""
     heads, block_size = layer.num_heads, tensors.latent.shape[1]
     lse = tensors.lse
     wanted = {

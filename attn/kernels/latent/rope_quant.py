@@ -1,7 +1,7 @@
-"""RoPE and e4m3 of queries and latent rows in one launch, with the rows' cache write.
+"""RoPE and e4m3 quantisation of queries and latent rows in one launch, with the rows' cache write.
 
-Rotated in fp32 and rounded once, to the stored type. A program takes a tile of one token's heads;
-each token's last program takes its latent row.
+Rotary parts are rotated in fp32 and rounded once, to e4m3. A program takes a tile of one token's
+heads; the last program of each token takes its latent row.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from attn.kernels.lang.numerics import divide_for_e4m3, encode_e4m3, to_float32
 from builders.launch.call import KernelCall
 
 TILE_HEADS, NUM_WARPS = 2, 1
-"""Many small programs: all there is to it is bytes in flight."""
+"""Heads and warps of a program: many small programs keep the most bytes in flight."""
 _ANYWHERE = ["positions_ptr", "slots_ptr", "q_scale_ptr", "k_scale_ptr"]
 
 
@@ -23,7 +23,7 @@ _ANYWHERE = ["positions_ptr", "slots_ptr", "q_scale_ptr", "k_scale_ptr"]
 def _turned_rows(
     rows, mask, table, turned, ROPE: tl.constexpr, WIDTH: tl.constexpr, IS_NEOX: tl.constexpr
 ):
-    """fp32 ``[R, WIDTH]`` rotary parts of rows, rotated where ``turned`` is set."""
+    """Rotary parts of rows as fp32 ``[R, WIDTH]``, rotated where ``turned`` is set."""
     half: tl.constexpr = ROPE // 2
     column = tl.arange(0, WIDTH)
     inside = mask & (column < ROPE)[None, :]
@@ -55,7 +55,10 @@ def rope_quantize_kernel(
     ROPE_WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, IS_NEOX: tl.constexpr,
     KEEPS_ROWS: tl.constexpr, WRITES_CACHE: tl.constexpr, HARDWARE_E4M3: tl.constexpr,
 ):  # fmt: skip
-    """See :func:`attn.ops.rope_quant.rope_quantize`; grid ``(T, head tiles + 1)``."""
+    """Rotate and quantise queries and latent rows; grid ``(T, head tiles + 1)``.
+
+    :func:`attn.ops.rope_quant.rope_quantize` gives shapes and meaning of the arguments.
+    """
     token = tl.program_id(0).to(tl.int64)
     table, turned = rows_of_table(
         positions_ptr, token + tl.arange(0, 1), num_tokens, table_ptr, table_row, max_position, 4
@@ -123,8 +126,10 @@ def rope_quantize_call(
     *,
     hardware_e4m3: bool,
 ) -> KernelCall:
-    """The launch of :func:`attn.ops.rope_quant.rope_quantize`, with its arguments, checked there;
-    ``scales`` are of queries and of keys.
+    """The launch of :func:`attn.ops.rope_quant.rope_quantize`, which explains and checks arguments.
+
+    ``scales`` are the scale of queries and the scale of keys. ``cache`` holds the latent and the
+    rotary part of the cache.
     """
     tokens, heads, rank = q_nope.shape
     rope = q_pe.shape[2]

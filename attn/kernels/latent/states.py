@@ -1,5 +1,12 @@
-"""States of latent (MLA) decode: where a program's segments of a row are, and what is done with
-the states of those: written as a result, stored, folded, by the program or by the last to arrive.
+"""States of latent (MLA) decode: which segments of a work item a program has, and where their
+states go.
+
+A program writes a state as the result, stores it, or folds it with others. Where several programs
+share a work item, the last of them to arrive folds the stored states.
+
+A work item is called ``r`` here, counted with its head loops: item ``r // HEAD_LOOPS`` of the plan
+in head loop ``r % HEAD_LOOPS``. A *bundle* is a segment group: some consecutive segments of the
+keys of the same query tokens.
 """
 
 from __future__ import annotations
@@ -21,14 +28,18 @@ _SHARE_FIELDS = tl.constexpr(SHARE_FIELDS)
 
 @triton.jit
 def fields_of(r, mine, rows_ptr, HEAD_LOOPS: tl.constexpr):
-    """Where a row's numbers are: a group's first row has a copy beside the group's start."""
+    """Pointer to a work item's numbers.
+
+    The first item of a program share has a copy in the share, so that a program starts with one
+    load instead of two in turn.
+    """
     copy = mine + (_SHARE_FIELDS - _FIELDS)
     return tl.where(r == tl.load(mine), copy, rows_ptr + (r // HEAD_LOOPS) * _FIELDS)
 
 
 @triton.jit
 def _place_of(fields, loop, end):
-    """Place of a row's first tile among all tiles of the step, or (end 1) past its last."""
+    """Place of an item's first tile among all tiles of the step; with ``end`` 1, past its last."""
     return tl.load(fields + 7) + (loop + end) * tl.load(fields + 6)
 
 
@@ -37,15 +48,19 @@ def share_of(
     r, fields, mine, total_ptr, groups, lane, HEADS: tl.constexpr, HEAD_LOOPS: tl.constexpr,
     AREA: tl.constexpr,
 ):  # fmt: skip
-    """Segments ``[begin, end)`` of a row that are the program's, its first and their number; and
-    its slots. Read again where needed: registers are for the loop over tiles.
+    """The program's part of a work item.
+
+    Returns the program's segments ``[begin, end)``, counted within the item; the item's first
+    segment; its number of segments; and the first of the state slots that are lent to it. Callers
+    read this again wherever they need it, because the loop over tiles needs the registers.
     """
     parts = tl.load(fields + 9)
     begin = tl.where(r == tl.load(mine), tl.load(mine + 1), 0)
     end = tl.where(r == tl.load(mine + 2), tl.load(mine + 3), parts)
     place = _place_of(fields, r % HEAD_LOOPS, 0)
     owner = (place.to(tl.int64) * groups // tl.load(total_ptr + 1)).to(tl.int32)
-    # The first group that starts inside the row lends it its slots: no other row can.
+    # The first group of programs that starts inside the item lends its slots to it. No other item
+    # can use them, since a group starts inside one item at most.
     slots = ((owner + 1) * HEADS + lane) * AREA
     return begin, end, tl.load(fields + 8), parts, slots
 
@@ -55,10 +70,12 @@ def _bundles_at(
     r, fields, rows_ptr, total_ptr, groups, lane, own, HEADS: tl.constexpr,
     HEAD_LOOPS: tl.constexpr, AREA: tl.constexpr, SLOTS: tl.constexpr, BUNDLES: tl.constexpr,
 ):  # fmt: skip
-    """Where states of the bundles of a row's tokens go: one after another into what is lent by the
-    first group that starts in the middle of their keys, or the program's ``own`` when there is
-    none, where they are folded as they come. Then the group that has the first of their tiles, and
-    whether others have some too.
+    """Where the states of the segment groups (bundles) of a work item's tokens go.
+
+    Returns the first slot; the group of programs that has the first tile of these keys; and
+    whether other groups have tiles of them too. If they do, the slots follow one another in the
+    scratch of the first group that starts in the middle of the keys, which lends them. If not, the
+    slot is among the program's ``own`` ones, and states are folded there as they come.
     """
     bundle = tl.load(fields + 10)
     bundles = tl.load(fields + 11)
@@ -79,7 +96,7 @@ def prefix_at(
     r, fields, rows_ptr, total_ptr, groups, lane, own, spare, HEADS: tl.constexpr,
     HEAD_LOOPS: tl.constexpr, AREA: tl.constexpr, SLOTS: tl.constexpr, BUNDLES: tl.constexpr,
 ):  # fmt: skip
-    """Where the state of a bundle that is all the program's goes."""
+    """Slot for the state of a segment group of which the program has every segment."""
     bundle = tl.load(fields + 10)
     place, _, spans = _bundles_at(
         r, fields, rows_ptr, total_ptr, groups, lane, own, HEADS, HEAD_LOOPS, AREA, SLOTS, BUNDLES
@@ -94,10 +111,10 @@ def write_row(
     WIDTH: tl.constexpr, USED: tl.constexpr, SIZE: tl.constexpr, KIND: tl.constexpr,
     PLANES: tl.constexpr, DECODE: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
-    """Output and LSE of a row whose keys are all folded."""
+    """Write output and LSE of a work item whose keys are all folded."""
     ROWS: tl.constexpr = m.shape[0]
-    # Not numbers that are known from the query's load: the loop in between has no registers for
-    # them.
+    # Recomputed in a way that hides from the compiler that the query's load knew these numbers: the
+    # loop in between has no registers to keep them in.
     row = tl.arange(ROWS, 2 * ROWS) - recomputed(count * 0 + ROWS, DECODE)
     at = token + row // TILE_HEADS
     head = in_group + row % TILE_HEADS
@@ -120,7 +137,7 @@ def write_row(
 @triton.jit
 def own_states(pid, groups, HEADS: tl.constexpr, HEAD_LOOPS: tl.constexpr, AREA: tl.constexpr,
                 BUNDLES: tl.constexpr, SPARE: tl.constexpr):  # fmt: skip
-    """Where the states that a program lends to nobody begin, and the spare ones of them."""
+    """First slot of the states that a program lends to nobody, and first of its spare ones."""
     OWN: tl.constexpr = HEAD_LOOPS if BUNDLES > 1 else 0
     own = groups * HEADS * AREA + pid * (OWN + SPARE)
     return own, own + OWN
@@ -136,8 +153,12 @@ def close_segment(
     LSE: tl.constexpr, SLOTS: tl.constexpr, BUNDLES: tl.constexpr, AREA: tl.constexpr,
     SPARE: tl.constexpr, FINISH_ROWS: tl.constexpr, FINISH_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """State of a segment of 64 rows, ``is_last`` of those of the row that are the program's: the
-    row's result if there are no others, else into memory; and what is there folded, if it is time.
+    """Finish one segment of a work item of 64 query rows.
+
+    If the segment is all there is of the item, write its state as the result. Else store the state
+    in memory, and fold the stored states when the spare slots are full or the segment is the last.
+
+    ``is_last`` says that the program has no later segment of the item.
     """
     fields = fields_of(r, mine, rows_ptr, HEAD_LOOPS)
     begin, end, first_part, parts, slots = share_of(
@@ -155,7 +176,7 @@ def close_segment(
             r, fields, rows_ptr, total_ptr, groups, lane, own, spare, HEADS, HEAD_LOOPS, AREA,
             SLOTS, BUNDLES,
         )  # fmt: skip
-    # How many states wait for it: after each fold there is one.
+    # Number of states that wait to be folded with this one: a fold leaves one behind.
     before = part - first_part
     held = tl.where(before > 0, 1 + (before - 1) % (SPARE - 1), 0)
     alone = (begin == 0) & is_last & (held == 0)
@@ -171,7 +192,7 @@ def close_segment(
         store_state(states_ptr, sums_ptr, slot, m, l, acc0, acc1, acc0, acc1, CELLS, WIDTH, PLANES)
         held += 1
         if (begin == 0) & (alone == 0) & (is_last | (held == SPARE)):
-            # Other threads of the program stored what is read now.
+            # The fold reads states that other threads of the program have stored.
             tl.debug_barrier()
             target = tl.where(is_last, prefix, spare)
             fold_parts(
@@ -193,7 +214,7 @@ def finish_row(
     BUNDLES: tl.constexpr, AREA: tl.constexpr, SPARE: tl.constexpr, FINISH_ROWS: tl.constexpr,
     FINISH_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Say that a program's segments of a row are there; fold the row if no others are missing."""
+    """Announce a program's segments of a work item, and fold the item if it is complete."""
     fields = fields_of(r, mine, rows_ptr, HEAD_LOOPS)
     begin, end, _, parts, slots = share_of(
         r, fields, mine, total_ptr, groups, lane, HEADS, HEAD_LOOPS, AREA
@@ -212,17 +233,17 @@ def finish_row(
             SLOTS, BUNDLES,
         )  # fmt: skip
         in_parts = (begin > 0) | (end < parts)
-        # Only the last to arrive needs it, and then at once.
+        # Only the last program to arrive needs this number, and needs it at once: load it now.
         lender = slots // AREA // HEADS
         after_prefix = tl.load(starts_ptr + 2 * lender + 1, mask=in_parts, other=1)
         counter = counters_ptr + slots // AREA
-        # All threads have stored before one of them says so.
+        # All threads must have stored before one of them announces it.
         tl.debug_barrier()
         arrived = tl.atomic_add(counter, end - begin, mask=in_parts, sem="acq_rel", scope="gpu")
         ready = is_whole | (arrived + end - begin == parts)
         tl.store(counter, 0, mask=ready & in_parts)
         if ready:
-            # First the bundle's segments, if they are in parts, then the bundles.
+            # Level 0 folds a segment group that programs share, level 1 the groups.
             for level in range(is_whole.to(tl.int32), tl.where(bundles > 1, 2, 1)):
                 slot = slots
                 after = after_prefix
@@ -232,7 +253,8 @@ def finish_row(
                 goes_on = ready
                 if level == 1:
                     slot = mine_too
-                    # Without others there are two: what is folded so far, and the last.
+                    # Where no other program has a group, two states are folded: the fold so far
+                    # and the last state.
                     after = tl.where(spans, 1, spare - mine_too)
                     count_of = tl.where(spans, bundles, after + 1)
                     target = mine_too
@@ -254,5 +276,5 @@ def finish_row(
                         CELLS, WIDTH, PLANES, KIND, USED, SIZE, FINISH_ROWS, FINISH_WIDTH,
                         False, False, LSE, False,
                     )  # fmt: skip
-                    # The next bundle's state comes to where this one's was read.
+                    # The next group's state is stored where this group's was read.
                     tl.debug_barrier()

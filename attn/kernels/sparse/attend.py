@@ -1,9 +1,11 @@
-"""Sparse latent (MLA) attention: each query row attends the latent rows that it lists.
+"""The portable kernel of sparse latent (MLA) attention: a query token attends the rows it lists.
 
-A row's list is cut into segments by position in the list. A program walks over some of them with
-all the heads of a tile, so that a listed row is read once for those; the row is key and value. It
-folds the states of its segments in order if they are the whole list, or stores them, to be folded
-in the same order by :func:`fold_states_kernel`: up to 16 heads with the same bits.
+A token's list is cut into segments by position in the list. A program takes some segments for all
+heads of a tile, so a listed row is read once for these heads; it is both key and value.
+
+If a program has the whole list, it folds the states of its segments in order. Otherwise it stores
+them, and :func:`fold_states_kernel` folds them in the same order. With up to 16 heads in a tile
+both ways give the same bits.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ def _latent_of(
 ):  # fmt: skip
     """Latent parts of listed rows as they are stored, ``[KV, WIDTH]``.
 
-    Zeros in place of rows that are not there: a weight of zero does not undo NaN.
+    An entry of -1 gives a row of zeros: its weight is zero, but zero times NaN is NaN.
     """
     offset = row_offsets(ids, block, stride, BLOCK_SIZE) * LATENT_UNIT
     column = tl.arange(0, WIDTH)
@@ -46,9 +48,10 @@ def _attend_listed(
     SCALED: tl.constexpr, COMPUTE: tl.constexpr, HARDWARE_E4M3: tl.constexpr,
     HOLDS_NEXT: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over one step's listed rows; those of -1 are neither read nor counted.
+    """Online softmax over one step's listed rows; entries of -1 are neither read nor counted.
 
-    HOLDS_NEXT: ``latent`` is the step's, and that of the rows ``ahead`` is returned in its place.
+    With HOLDS_NEXT, ``latent`` are the step's latent parts, loaded before, and the latent parts of
+    the rows ``ahead`` are returned in their place.
     """
     IEEE: tl.constexpr = tl.float32 == COMPUTE
     there = ids >= 0
@@ -77,7 +80,7 @@ def _attend_listed(
     scores = scores_of(q, k, scores, IEEE)
     scores = scores_of(r, p, scores, IEEE)
     if HOLDS_NEXT:
-        # Asked for once this step's are no longer in registers, and not earlier.
+        # The next step's latent parts are loaded only now, when this step's have left registers.
         latent = _latent_of(ahead, latent_ptr, block, stride, BLOCK_SIZE, LATENT_UNIT, WIDTH)
     top, alpha, weights = weights_of(scores, m, there, scale)
     l = tl.fma(l, alpha, tl.sum(weights, 1))
@@ -91,7 +94,7 @@ def _write(
     m, l, acc, token, head, wanted, out_ptr, lse_ptr, sinks_ptr, factor, out_token, out_head,
     lse_token, SINKS: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
-    """Result of some heads of one row, ``[ROWS, WIDTH]``."""
+    """Write output and LSE of some heads of one token; ``acc`` is ``[ROWS, WIDTH]``."""
     columns = tl.arange(0, acc.shape[1])
     write_rows(
         m, l, acc, head * 0 + token, head, wanted, columns, columns >= 0, out_ptr, lse_ptr,
@@ -156,18 +159,18 @@ def sparse_mla_kernel(
 ):
     """Attention over listed rows; grid ``(T * HEAD_TILES, cdiv(SEGMENTS, SPAN))``.
 
-    Shapes: query ``[T, NUM_HEADS, WIDTH]`` and rotary ``[T, NUM_HEADS, ROPE]``; latent, rope and
-    scales are fields of the cache's rows, at offsets in units of the rows' alignment; ids
-    ``[T, topk]`` and lens ``[T]`` int32; out ``[T, NUM_HEADS, WIDTH]``, LSE ``[T, NUM_HEADS]``.
-    States go to slot ``(token * HEAD_TILES + tile) * SEGMENTS + segment``.
+    Shapes: query ``[T, NUM_HEADS, WIDTH]``, rotary ``[T, NUM_HEADS, ROPE]``, ids ``[T, topk]`` and
+    lens ``[T]`` int32, out ``[T, NUM_HEADS, WIDTH]``, LSE ``[T, NUM_HEADS]`` fp32. Latent, rope and
+    scales are fields of the cache's rows; offsets of rows are in units of the rows' alignment. A
+    state goes to slot ``(token * HEAD_TILES + tile) * SEGMENTS + segment``.
     """
     if HASTENS:
-        # Who folds may start, and waits by itself.
+        # The kernel that folds may be started now; it waits for this one by itself.
         gdc_launch_dependents()
     TILES: tl.constexpr = SEGMENT // KV_TILE
     WHOLE: tl.constexpr = SPAN >= SEGMENTS
     pid = tl.program_id(0)
-    # Tiles of a row's heads are neighbours, so that they find its rows in the L2 cache.
+    # Programs of a token's head tiles are neighbours, so that they find its rows in the L2 cache.
     token = (pid // HEAD_TILES).to(tl.int64)
     in_group = (pid % HEAD_TILES) * ROWS
     part = tl.program_id(1)
@@ -180,7 +183,8 @@ def sparse_mla_kernel(
     row = tl.arange(0, ROWS)
     head = in_group + row
     wanted = head < NUM_HEADS
-    # Known to run at least once, the loop keeps the products by warp group of Triton 3.6 apart.
+    # The branch tells Triton that the loop runs at least once. Triton 3.6 needs that to keep the
+    # products of warp groups apart.
     if high > low:
         offset = token * query_token + head * query_head
         q = load_query(query_ptr, offset, wanted, 0, WIDTH, WIDTH, WIDTH, 0).to(COMPUTE)
@@ -216,7 +220,8 @@ def sparse_mla_kernel(
             if HOLDS_NEXT:
                 latent = held
             if CARRIES_IDS:
-                # Triton does not pipeline a loop that merely hands a value on.
+                # Triton does not pipeline a loop that merely hands a value on. This maximum changes
+                # nothing, since ids are at least -1.
                 ids = tl.maximum(ahead, -1)
                 ahead = listed_ids(mine, tile + 2, length, KV_TILE)
             if FOLDS and SPAN > 1:
@@ -281,11 +286,12 @@ def fold_states_kernel(
     FINISH_WIDTH: tl.constexpr,
     WAITS: tl.constexpr,
 ):
-    """Fold a row's stored states in order and write it; a program has some heads' columns.
+    """Fold the stored states of a token's segments in order, and write output and LSE.
 
-    Grid ``(T * HEAD_TILES, ROWS // FINISH_ROWS, WIDTH // FINISH_WIDTH)``; shapes as above. Segments
-    that no key is listed in were not stored, and are not read. WAITS: it may have been started
-    while they are written.
+    Grid ``(T * HEAD_TILES, ROWS // FINISH_ROWS, WIDTH // FINISH_WIDTH)``: a program has some heads
+    and some columns. Out is ``[T, NUM_HEADS, WIDTH]``, LSE ``[T, NUM_HEADS]`` fp32, lens ``[T]``
+    int32. Segments past the end of a list were not stored, and are not read. WAITS: the kernel may
+    have been started while :func:`sparse_mla_kernel` still writes states, and waits for it.
     """
     if WAITS:
         gdc_wait()
@@ -306,7 +312,7 @@ def fold_states_kernel(
     acc = tl.zeros([FINISH_ROWS, FINISH_WIDTH], tl.float32)
     slot = pid * SEGMENTS
     for part in tl.static_range(SEGMENTS):
-        # Past the last one the empty state, which folds as the identity.
+        # Past the last segment the state is empty: folding it changes nothing.
         there = wanted & (part < parts)
         mask = there[:, None] & (columns >= 0)[None, :]
         n, k, b = load_state(

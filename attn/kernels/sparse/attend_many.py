@@ -1,10 +1,12 @@
-"""Sparse latent attention of many heads: tiles of 64, whose products are by warp group on Hopper.
+"""The portable kernel of sparse latent attention for many heads: tiles of 64 heads.
 
-A program has a part of a row's list for the heads of a tile, in steps; otherwise as
-:mod:`attn.kernels.sparse.attend`, whose fold puts stored states together. Triton copies a step's
-rows behind the products of the step before, and a thread spends its time on where they are. So rows
-of 16 bits come in two halves, of each of which a thread has few rows and copies much; and rows are
-asked into the L2 cache a step ahead.
+On Hopper, products of such tiles are computed by warp groups. A program takes one segment of a
+token's list for the heads of a tile and walks it in steps. If a list has several segments, the
+program stores a state, and :func:`attn.kernels.sparse.attend.fold_states_kernel` folds the states.
+
+Triton copies the rows of a step while the products of the step before run, and a thread spends most
+of its time on computing addresses. So rows are loaded in two halves, of each of which a thread has
+few rows and many columns. Rows are also prefetched into the L2 cache one step ahead.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ _BLOCK = tl.constexpr(128)
 _LINE = tl.constexpr(128)
 """Bytes of a line of the L2 cache."""
 _SHRUNK = tl.constexpr(2.0**-32)
-"""What e4m3 are multiplied by besides, so that their factors stay within bf16 below."""
+"""An extra factor of e4m3 elements: without it, 2^120 times their scale would exceed bf16."""
 _LARGEST = tl.constexpr(2.0**39)
-"""Of factors; larger ones count as it. It is of latents of 2^47 and more, which no model has."""
+"""Largest scale of a block; larger ones are cut to it. Its latents reach 2^47, as no model's do."""
 _TO_SHRUNK = tl.constexpr(
     "{ .reg .b32 a, b, d, z; mov.b32 z, 0x80008000;"
     + SPREAD
@@ -35,8 +37,10 @@ _TO_SHRUNK = tl.constexpr(
 
 @triton.jit
 def _listed_whole(ids_ptr, tile, high, length, HAS_LENS: tl.constexpr, KV_TILE: tl.constexpr):
-    """As :func:`listed_ids` where lists are whole steps, of the last step before ``high`` for those
-    behind it: no entry needs a test of its own.
+    """Listed rows of one step of KV_TILE entries, where ``topk`` is a multiple of KV_TILE.
+
+    Steps from ``high`` on give the last step before ``high``. So every address is valid, and no
+    entry needs a test of its own. With HAS_LENS, entries from ``length`` on are -1.
     """
     first = tl.minimum(tile, high - 1) * KV_TILE
     entry = tl.arange(0, KV_TILE)
@@ -44,7 +48,8 @@ def _listed_whole(ids_ptr, tile, high, length, HAS_LENS: tl.constexpr, KV_TILE: 
     if INTERPRETED:
         ids = tl.load(at)
     else:
-        # What Triton takes for a load it copies to shared memory first, entry by entry.
+        # Inline assembly, since Triton would copy a load of its own to shared memory first, entry
+        # by entry.
         ids = tl.inline_asm_elementwise(
             "ld.global.nc.b32 $0, [$1];", "=r,l", [at], dtype=tl.int32, is_pure=True, pack=1
         )
@@ -56,7 +61,7 @@ def _listed_whole(ids_ptr, tile, high, length, HAS_LENS: tl.constexpr, KV_TILE: 
 @triton.jit
 def _entries(ids_ptr, tile, high, length, WHOLE_STEPS: tl.constexpr, HAS_LENS: tl.constexpr,
              KV_TILE: tl.constexpr):  # fmt: skip
-    """Listed rows of a step, -1 where there is none."""
+    """Listed rows of a step, -1 where the list has no row."""
     if WHOLE_STEPS:
         ids = _listed_whole(ids_ptr, tile, high, length, HAS_LENS, KV_TILE)
     else:
@@ -68,7 +73,7 @@ def _entries(ids_ptr, tile, high, length, WHOLE_STEPS: tl.constexpr, HAS_LENS: t
 def _ask_for(ids, latent_ptr, BLOCK_SIZE: tl.constexpr, BLOCK_UNITS: tl.constexpr,
              ROW_UNITS: tl.constexpr, LATENT_UNIT: tl.constexpr,
              ROW_BYTES: tl.constexpr):  # fmt: skip
-    """Ask for listed rows into the L2 cache, line by line."""
+    """Prefetch listed rows into the L2 cache, line by line."""
     ELEMENT: tl.constexpr = latent_ptr.dtype.element_ty.primitive_bitwidth // 8
     LINES: tl.constexpr = triton.next_power_of_2(ROW_BYTES // _LINE + 1)
     offset = row_offsets(ids, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE) * LATENT_UNIT
@@ -85,8 +90,9 @@ def _ask_for(ids, latent_ptr, BLOCK_SIZE: tl.constexpr, BLOCK_UNITS: tl.constexp
 @triton.jit
 def _keys_of(stored, factors, KIND: tl.constexpr, SCALED: tl.constexpr, COMPUTE: tl.constexpr,
              HARDWARE_E4M3: tl.constexpr, SHRINKS: tl.constexpr):  # fmt: skip
-    """Stored elements in the type of the products; SHRINKS: 2^-32 times as much, by one product
-    for each pair of them.
+    """Stored elements, converted to the type of the products.
+
+    With SHRINKS they are 2^-32 times as large, which takes one product for each pair of elements.
     """
     if SHRINKS:
         KV: tl.constexpr = stored.shape[0]
@@ -111,14 +117,14 @@ def _attend_step(
     ROPE: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr, COMPUTE: tl.constexpr,
     HARDWARE_E4M3: tl.constexpr, SHRINKS: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over one step's listed rows; those of -1 are neither read nor counted."""
+    """Online softmax over one step's listed rows; entries of -1 are neither read nor counted."""
     IEEE: tl.constexpr = tl.float32 == COMPUTE
     HALF: tl.constexpr = q0.shape[1]
     there = ids >= 0
     offset = row_offsets(ids, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE)
     column = tl.arange(0, HALF)
     rotary = tl.arange(0, ROPE)
-    # Zeros in place of rows that are not there: a weight of zero does not undo NaN.
+    # An entry of -1 gives a row of zeros: its weight is zero, but zero times NaN is NaN.
     at = (latent_ptr + column)[None, :] + (offset * LATENT_UNIT)[:, None]
     left = tl.load(at, mask=there[:, None], other=0)
     right = tl.load(at + HALF, mask=there[:, None], other=0)
@@ -141,9 +147,9 @@ def _attend_step(
         p = rope
     else:
         p = saturate_to(to_float32(rope), COMPUTE)
-    # Where it sees that a product leads to another one, Triton has both warp groups compute all of
-    # it. So sums are added up afterwards, in a way that it does not make one product of, and what
-    # follows hides behind a branch.
+    # Where Triton sees that one product feeds another, it has both warp groups compute all of the
+    # first. The fma keeps it from merging the score products into one chain, and the branch hides
+    # that the scores feed the next products.
     zero = tl.zeros([m.shape[0], ids.shape[0]], tl.float32)
     grow = zero + (1.0 / _SHRUNK if SHRINKS else 1.0)
     scores = tl.fma(scores_of(q0, k0, zero, IEEE), grow, scores_of(r, p, zero, IEEE))
@@ -153,7 +159,7 @@ def _attend_step(
     weights = scores
     if steps > 0:
         top, alpha, weights = weights_of(scores, m, there, scale)
-    # By thread: no warp asks another one before the end.
+    # Sums are kept by thread; warps exchange them only at the end.
     parts = tl.reshape(weights, [weights.shape[0], 2, weights.shape[1] // 16, 4, 2])
     l = tl.fma(l, tl.zeros_like(l) + alpha[:, None, None], tl.sum(tl.sum(parts, 4), 2))
     weights = weights.to(COMPUTE)
@@ -217,18 +223,24 @@ def sparse_mla_many_kernel(
 ):
     """Attention over listed rows; grid ``(T * HEAD_TILES, SEGMENTS)``.
 
-    Shapes as of :func:`attn.kernels.sparse.attend.sparse_mla_kernel`, whose fold puts stored states
-    together. WHOLE_STEPS: topk is a multiple of KV_TILE.
+    Shapes: query ``[T, NUM_HEADS, WIDTH]``, rotary ``[T, NUM_HEADS, ROPE]``, ids ``[T, topk]`` and
+    lens ``[T]`` int32, out ``[T, NUM_HEADS, WIDTH]``, LSE ``[T, NUM_HEADS]`` fp32. Latent, rope and
+    scales are fields of the cache's rows; offsets of rows are in units of the rows' alignment.
+
+    With several segments, states are stored for
+    :func:`attn.kernels.sparse.attend.fold_states_kernel`, at slot
+    ``(token * HEAD_TILES + tile) * SEGMENTS + segment``. WHOLE_STEPS says that topk is a multiple
+    of KV_TILE.
     """
     if HASTENS:
-        # Who folds may start, and waits by itself.
+        # The kernel that folds may be started now; it waits for this one by itself.
         gdc_launch_dependents()
     TILES: tl.constexpr = SEGMENT // KV_TILE
     HALF: tl.constexpr = WIDTH // 2
     HAS_LENS: tl.constexpr = lens_ptr is not None
     SHRINKS: tl.constexpr = SCALED and tl.bfloat16 == COMPUTE and not INTERPRETED
     pid = tl.program_id(0)
-    # Tiles of a row's heads are neighbours, so that they find its rows in the L2 cache.
+    # Programs of a token's head tiles are neighbours, so that they find its rows in the L2 cache.
     token = (pid // HEAD_TILES).to(tl.int64)
     part = tl.program_id(1)
     length = topk
@@ -245,11 +257,12 @@ def sparse_mla_many_kernel(
     acc0 = tl.zeros([ROWS, HALF], tl.float32)
     acc1 = tl.zeros([ROWS, HALF], tl.float32)
     factor = 1.0
-    # Known to run at least once, the loop keeps the products by warp group of Triton 3.6 apart.
+    # The branch tells Triton that the loop runs at least once. Triton 3.6 needs that to keep the
+    # products of warp groups apart.
     if high > low:
         mine = ids_ptr + token * ids_row
         ids = _entries(mine, low, high, length, WHOLE_STEPS, HAS_LENS, KV_TILE)
-        # Under way while queries are waited for.
+        # The prefetch runs while the program waits for queries.
         _ask_for(ids, latent_ptr, BLOCK_SIZE, BLOCK_UNITS, ROW_UNITS, LATENT_UNIT, ROW_BYTES)
         offset = token * query_token + head * query_head
         q0 = load_query(query_ptr, offset, wanted, 0, HALF, HALF, HALF, 0).to(COMPUTE)
@@ -268,7 +281,8 @@ def sparse_mla_many_kernel(
                 scales_ptr, BLOCK_SIZE, BLOCK_UNITS, ROW_UNITS, LATENT_UNIT, ROPE_UNIT, SCALE_UNIT,
                 ROPE, KIND, SCALED, COMPUTE, HARDWARE_E4M3, SHRINKS,
             )  # fmt: skip
-            # Triton does not pipeline a loop that merely hands a value on.
+            # Triton does not pipeline a loop that merely hands a value on. This maximum changes
+            # nothing, since ids are at least -1.
             ids = tl.maximum(ahead, -1)
             ahead = _entries(mine, tile + 2, high, length, WHOLE_STEPS, HAS_LENS, KV_TILE)
         sums = tl.sum(tl.sum(l, 2), 1)

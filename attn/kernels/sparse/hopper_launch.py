@@ -1,4 +1,4 @@
-"""The launch of sparse latent attention by the kernel for Hopper."""
+"""The launch of the Hopper kernels of sparse latent attention: wide (many heads), narrow (few)."""
 
 from __future__ import annotations
 
@@ -30,23 +30,25 @@ ALIGNMENT = 16
 
 
 def is_aligned(*tensors: torch.Tensor) -> bool:
-    """Rows lie where the kernel's threads can copy them from."""
+    """Rows start at multiples of the bytes that a thread of the Hopper kernels copies at a time."""
     return all(alignment(tensor) >= ALIGNMENT for tensor in tensors)
 
 
 def hopper_sparse_call(
     layer: SparseLayer, tile: SparseTile, tensors: SparseTensors, addresses: Mapping[str, Any]
 ) -> KernelCall:
-    """The launch in the place of the plain kernel's, with the same results and states.
+    """The launch of the Hopper kernel, which replaces the portable kernel's.
+
+    It gives the same results, and the same states for the kernel that folds them.
 
     Args:
-        layer: what never changes.
-        tile: with what the kernel for Hopper is asked for.
-        tensors: that fit together.
-        addresses: of the cache's rows, as the plain kernel takes them.
+        layer: the constants of the layer.
+        tile: how heads and lists are cut; ``tile.hopper`` selects the wide or the narrow kernel.
+        tensors: the tensors of the launch, which were checked to fit together.
+        addresses: pointers and distances of the cache's rows, as the portable kernel takes them.
 
     Raises:
-        ValueError: the kernel does not serve them.
+        ValueError: the Hopper kernel does not serve the layer or the tensors.
     """
     asked = tile.hopper
     assert asked is not None
@@ -60,7 +62,7 @@ def hopper_sparse_call(
 def _shared(
     layer: SparseLayer, tile: SparseTile, tensors: SparseTensors, addresses: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What both kernels take; what a flag says is not used is some pointer of its type."""
+    """Arguments of both Hopper kernels; a pointer that a flag says is unused may be any tensor."""
     query, rotary, output = tensors.query, tensors.rotary, tensors.output
     topk = tensors.indices.shape[1]
     parts = tile.segments(topk)
@@ -96,15 +98,17 @@ def _shared(
 
 
 def _distances(name: str, tensor: torch.Tensor) -> dict[str, int]:
-    """In units of 16 bytes. They are no constants: an engine's absorbed queries lie head by head,
-    as far from each other as a batch has tokens.
+    """Strides of queries per token and per head, in units of 16 bytes.
+
+    They are not compile-time constants: an engine's absorbed queries lie head by head, so the
+    stride of heads depends on the number of tokens in the batch.
     """
     units = ALIGNMENT // tensor.element_size()
     return {f"{name}_token": tensor.stride(0) // units, f"{name}_head": tensor.stride(1) // units}
 
 
 def _work(layer: SparseLayer, tile: SparseTile, tensors: SparseTensors) -> int:
-    """Pieces of work: rows, tiles of heads, parts of lists."""
+    """Number of pieces of work: one for each query token, tile of heads and part of a list."""
     rows, topk = tensors.indices.shape
     return rows * tile.head_tiles(layer.num_heads) * tile.segments(topk)
 
@@ -169,7 +173,7 @@ def _wide_call(
 
 
 def _places_to_meet(tile: SparseTile, tensors: SparseTensors) -> dict[str, Any]:
-    """Scratch of lists that lie in two programs' shares."""
+    """Scratch for lists of which two programs have a part each; any pointers where none has."""
     if not tile.shares:
         return {"counters_ptr": tensors.indices}
     return {
@@ -190,7 +194,11 @@ def _multiprocessors(tensors: SparseTensors) -> int:
 
 
 def _check(layer: SparseLayer, tensors: SparseTensors) -> None:
-    """The kernel serves the tensors."""
+    """Check that the Hopper kernels serve the layer and the tensors.
+
+    Raises:
+        ValueError: they do not.
+    """
     query, topk = tensors.query, tensors.indices.shape[1]
     dtype = DType.parse(query.dtype)
     shape = SparseShape(

@@ -1,4 +1,4 @@
-"""Launches of sparse latent attention: from a layer, its cache and its rows to launch records."""
+"""The launches of sparse latent attention, made of a layer, its cache and its queries."""
 
 from __future__ import annotations
 
@@ -24,17 +24,25 @@ from specs.rows import LatentFormat
 
 _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 _ALIGNMENT = 16
-"""Bytes of the widest load."""
+"""Bytes of the widest load of a thread."""
 
 
 def sparse_calls(
     layer: SparseLayer, tile: SparseTile, tensors: SparseTensors, *, hardware_e4m3: bool
 ) -> tuple[KernelCall, ...]:
-    """The launches of :func:`attn.ops.sparse_mla.sparse_mla`: one, or two where rows are split.
+    """The launches of :func:`attn.ops.sparse_mla.sparse_mla`.
+
+    There is one launch, or two where several programs share a list: the second folds their states.
+
+    Args:
+        layer: the constants of the layer.
+        tile: how heads and lists are cut.
+        tensors: the tensors of the launch.
+        hardware_e4m3: the GPU has instructions that convert e4m3.
 
     Raises:
-        ValueError: tensors that do not fit together.
-        NotImplementedError: sizes that no tile holds.
+        ValueError: the tensors do not fit together, or the Hopper kernel does not serve them.
+        NotImplementedError: the rank or the rotary size is none that a tile holds.
     """
     _check(layer, tile, tensors)
     rows, topk = tensors.indices.shape
@@ -46,7 +54,7 @@ def sparse_calls(
     if tile.hopper is None:
         first = _plain_call(layer, tile, tensors, addresses, shared, waits, hardware_e4m3)
     else:
-        # Gluon only where it is used.
+        # Gluon is imported only where it is used.
         from attn.kernels.sparse.hopper_launch import hopper_sparse_call
 
         first = hopper_sparse_call(layer, tile, tensors, addresses)
@@ -59,7 +67,7 @@ def sparse_calls(
 
 
 def _shared(layer: SparseLayer, tile: SparseTile, tensors: SparseTensors) -> dict[str, Any]:
-    """What the plain kernels and that which folds their states both take."""
+    """Arguments that the portable kernels and the kernel that folds their states share."""
     topk = tensors.indices.shape[1]
     has_factor = layer.layout is LatentFormat.FP8_NOPE_FP8_ROPE
     return {
@@ -94,7 +102,7 @@ def _plain_call(
     waits: bool,
     hardware_e4m3: bool,
 ) -> KernelCall:
-    """The launch that attends, by a kernel of plain Triton."""
+    """The launch of the portable kernel that attends."""
     rows, topk = tensors.indices.shape
     attend: dict[str, Any] = {
         **shared,
@@ -133,21 +141,21 @@ def _plain_call(
 
 
 def _compute_type(dtype: torch.dtype) -> Any:
-    """What products are of: the query's type, but that the interpreter multiplies bf16 wrongly."""
+    """The type of products: the query's; fp32 for bf16 in the interpreter, which gets it wrong."""
     return tl.float32 if INTERPRETED.value and dtype == torch.bfloat16 else _TYPES[dtype]
 
 
 def row_of(layer: SparseLayer, dtype: torch.dtype) -> Any:
-    """Row format of the layer's cache for a query of ``dtype``."""
+    """The row format of the layer's cache, for a query of ``dtype``."""
     return layer.layout.row(layer.rank, layer.rope_size, DType.parse(dtype))
 
 
 def _addresses(kv_cache: torch.Tensor, fields: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Pointers of a row's fields, and offsets of rows in units that loads are aligned to."""
+    """Pointers to the fields of rows, and distances of rows in units that loads are aligned to."""
     size, (blocks, block_size) = kv_cache.element_size(), kv_cache.shape[:2]
     block, stride = (kv_cache.stride(dim) * size for dim in (0, 1))
     unit = math.gcd(_ALIGNMENT, block if blocks > 1 else 0, stride)
-    # Rows at equal distances need no division by the block's size.
+    # If all rows are equally far apart, a kernel need not divide by the block's size.
     is_flat = blocks == 1 or block == block_size * stride
     scales = fields.get("scale")
     return {
@@ -164,12 +172,12 @@ def _addresses(kv_cache: torch.Tensor, fields: dict[str, torch.Tensor]) -> dict[
 
 
 def _words(field: torch.Tensor) -> torch.Tensor:
-    """e4m3 as its patterns, which every GPU loads."""
+    """The field; e4m3 as its bytes, which every GPU can load."""
     return field.view(torch.uint8) if field.dtype == torch.float8_e4m3fn else field
 
 
 def _check(layer: SparseLayer, tile: SparseTile, tensors: SparseTensors) -> None:
-    """Once per call, and without a look at the device."""
+    """Refuse tensors that do not fit together; run once per call, never waits for the device."""
     query, heads = tensors.query, layer.num_heads
     rows, topk = tensors.indices.shape
     wanted = {
@@ -223,7 +231,7 @@ def _check(layer: SparseLayer, tile: SparseTile, tensors: SparseTensors) -> None
 
 
 def _check_lists(tensors: SparseTensors, rows: int, topk: int) -> None:
-    """The listed rows and how many of each list are looked at."""
+    """Refuse lists and lengths of lists of a wrong type or layout."""
     indices, lens = tensors.indices, tensors.topk_lens
     if indices.dtype != torch.int32 or (topk > 1 and indices.stride(-1) != 1):
         raise ValueError(

@@ -11,7 +11,7 @@ from specs.rows import LatentFormat
 
 @dataclass(frozen=True)
 class SparseLayer:
-    """What never changes in a layer."""
+    """The constants of one sparse latent layer: heads, softmax scale, row format and widths."""
 
     num_heads: int
     scale: float
@@ -22,29 +22,29 @@ class SparseLayer:
 
 @dataclass(frozen=True, eq=False)
 class SparseTensors:
-    """The tensors of one launch; T rows of queries."""
+    """The tensors of one launch: T query tokens, H heads, rank L, rotary size r."""
 
     query: torch.Tensor
-    """``[T, H, L]``, absorbed; last dimension contiguous, as everywhere here."""
+    """``[T, H, L]``, absorbed; contiguous in its last dimension."""
     rotary: torch.Tensor
-    """``[T, H, r]``."""
+    """``[T, H, r]``, the rotated part of the query; contiguous in its last dimension."""
     kv_cache: torch.Tensor
-    """``[N, P, row]`` of the layout, or compact rows as one block ``[1, S, row]``."""
+    """``[N, P, row]`` in the layer's layout; compact rows are one block ``[1, S, row]``."""
     indices: torch.Tensor
-    """``[T, topk]`` int32: ``block * P + offset`` of each listed row; -1 for none, anywhere."""
+    """``[T, topk]`` int32: ``block * P + offset`` of each listed row; -1 lists no row."""
     topk_lens: torch.Tensor | None
-    """``[T]`` int32: entries of each row that are looked at; None: all."""
+    """``[T]`` int32: how many entries of each list count, from its start; None: all."""
     output: torch.Tensor
-    """``[T, H, L]``, in the query's type, written."""
+    """``[T, H, L]`` in the query's type; the launch writes it."""
     lse: torch.Tensor | None
-    """``[T, H]`` fp32, written."""
+    """``[T, H]`` fp32; the launch writes it. None: no LSE."""
     k_scale: torch.Tensor | None = None
-    """fp32 scalar of ``FP8_NOPE_FP8_ROPE`` rows."""
+    """fp32 scalar that multiplies ``FP8_NOPE_FP8_ROPE`` rows; None for other rows."""
     sinks: torch.Tensor | None = None
-    """``[H]`` logits that only the denominator, and the LSE, have."""
+    """``[H]`` logits that are added to the softmax denominator and to the LSE only."""
     states: torch.Tensor | None = None
-    """fp32 scratch, of :meth:`builders.sparse.tiles.SparseTile.state_floats`; any content."""
+    """fp32 scratch for states; ``SparseTile.state_floats`` gives its size."""
     sums: torch.Tensor | None = None
-    """Likewise."""
+    """fp32 scratch for maxima and sums of states; ``SparseTile.state_floats`` gives its size."""
     counters: torch.Tensor | None = None
-    """int32, of :attr:`builders.sparse.tiles.SparseTile.counters`; zeros, before and after."""
+    """``[SparseTile.counters]`` int32; zeros before and after every launch."""

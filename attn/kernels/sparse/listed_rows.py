@@ -1,6 +1,6 @@
-"""Listed latent rows: which they are, where they stand, their elements and their weights.
+"""Listed latent rows: reading a list, finding a row, converting its elements, weighting it.
 
-The portable kernels and those for Hopper share these pieces.
+The portable kernels and the Hopper kernels of sparse attention share these pieces.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ SPREAD = (
     " shr.u32 d, a, 4; and.b32 d, d, 0x07F007F0; and.b32 a, a, 0x80008000; or.b32 a, a, d;"
     " shr.u32 d, b, 4; and.b32 d, d, 0x07F007F0; and.b32 b, b, 0x80008000; or.b32 b, b, d;"
 )
-"""PTX: four e4m3 in $2 to pairs of bf16 in a and b, by way of d: the same bits, three exponent bits
-further right, are 2^-120 times as much."""
+"""PTX that turns four e4m3 in $2 into pairs of bf16 in a and b; d is scratch. It moves the bits of
+an e4m3 number to bf16's places, where they are 2^-120 times the number."""
 E4M3_TO_BF16 = tl.constexpr(
     "{ .reg .b32 a, b, c, d, z; mov.b32 z, 0x80008000; mov.b32 c, 0x7B807B80;"
     + SPREAD
     + " fma.rn.bf16x2 a, a, c, z; fma.rn.bf16x2 b, b, c, z;"
     " fma.rn.bf16x2 $0, a, $3, z; fma.rn.bf16x2 $1, b, $4, z; }"
 )
-"""PTX: four e4m3 in $2 times the factors in $3 and $4, as pairs of bf16 in $0 and $1; exact where
-the factors are powers of two."""
+"""PTX that multiplies four e4m3 in $2 by the factors in $3 and $4, to pairs of bf16 in $0 and $1.
+It is exact where the factors are powers of two."""
 _E4M3_TO_UNSCALED_BF16 = tl.constexpr(
     "{ .reg .b32 a, b, c, d, z; mov.b32 z, 0x80008000; mov.b32 c, 0x7B807B80;"
     + SPREAD
@@ -34,7 +34,7 @@ _E4M3_TO_UNSCALED_BF16 = tl.constexpr(
 
 @triton.jit
 def row_offsets(ids, block, stride, BLOCK_SIZE: tl.constexpr):
-    """int64 offset of listed rows in units of the row's alignment; that of -1 is not to be read."""
+    """int64 offsets of listed rows in units of the rows' alignment; an id of -1 has none."""
     if BLOCK_SIZE == 1:
         offset = ids.to(tl.int64) * stride
     else:
@@ -46,7 +46,7 @@ def row_offsets(ids, block, stride, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def listed_ids(ids_ptr, tile, length, KV_TILE: tl.constexpr):
-    """Listed rows of one step, -1 from ``length`` on, which is not looked at."""
+    """Listed rows of one step of KV_TILE entries; entries from ``length`` on are -1, not loaded."""
     at = tile * KV_TILE + tl.arange(0, KV_TILE)
     return tl.load(ids_ptr + at, mask=at < length, other=-1)
 
@@ -54,8 +54,10 @@ def listed_ids(ids_ptr, tile, length, KV_TILE: tl.constexpr):
 @triton.jit
 def elements_of(stored, factors, KIND: tl.constexpr, SCALED: tl.constexpr, COMPUTE: tl.constexpr,
                 HARDWARE_E4M3: tl.constexpr):  # fmt: skip
-    """Stored elements ``[KV, WIDTH]`` in the type of the products; SCALED: times ``[KV, BLOCKS]``,
-    each for as many of them.
+    """Stored elements ``[KV, WIDTH]``, converted to the type of the products.
+
+    With SCALED they are multiplied by ``factors`` ``[KV, BLOCKS]``, one for each WIDTH / BLOCKS
+    elements.
     """
     KV: tl.constexpr = stored.shape[0]
     WIDTH: tl.constexpr = stored.shape[1]
@@ -85,10 +87,11 @@ def elements_of(stored, factors, KIND: tl.constexpr, SCALED: tl.constexpr, COMPU
 
 @triton.jit
 def weights_of(scores, m, there, scale):
-    """New maxima, what to multiply old sums by, and weights, of ``[ROWS, KV]`` scores."""
+    """New maxima, factors for old sums and weights, from ``[ROWS, KV]`` scores."""
     scores = tl.where(there[None, :], scores, float("-inf"))
     top = tl.maximum(m, tl.max(scores, 1) * scale)
     base = tl.where(top == float("-inf"), 0.0, top)
-    # Explicit fma: left to the compiler, two launches could contract differently.
+    # The fma is explicit: a compiler could contract the two operations in one kernel and not in
+    # another.
     weights = tl.exp2(tl.fma(scores, tl.zeros_like(scores) + scale, -base[:, None]))
     return top, tl.exp2(m - base), weights

@@ -1,4 +1,4 @@
-"""Top-k lists as a kernel reads them: tokens of a request to slots, or to rows of a buffer."""
+"""Top-k lists made ready for a kernel: tokens of a request become slots, or rows of a buffer."""
 
 from __future__ import annotations
 
@@ -37,13 +37,17 @@ def topk_transform_kernel(
     KIND: tl.constexpr,
     COMPACT: tl.constexpr,
 ):
-    """Lists ``[T, TOPK]`` into ``[T, WIDTH]``; a program is a row, TILE a power of two from WIDTH
-    on. KIND: "paged", "ragged" or "gathered"; the latter's slots are ``[T, WIDTH]`` too.
+    """Translate lists ``[T, TOPK]`` to ``[T, WIDTH]``; grid ``(T,)``.
+
+    TILE is a power of two, at least WIDTH. KIND is "paged" (entries become slots of the cache),
+    "ragged" (entries become rows of a buffer, by the request's offset) or "gathered" (slots go to
+    ``slots_ptr`` ``[T, WIDTH]``, and entries become rows of a buffer of T * WIDTH rows). With
+    COMPACT, listed entries come first, and their number is written to ``counts_ptr`` ``[T]``.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, TILE)
     token = tl.load(ids_ptr + row * ids_row + column, mask=column < TOPK, other=-1)
-    # Nothing that a row does not see has an entry of the table, or a row of the buffer.
+    # A key that the query token does not see has no entry in the table and no row in the buffer.
     listed = (token >= 0) & (token < tl.load(visible_ptr + row))
     req = tl.load(reqs_ptr + row).to(tl.int64)
     if KIND == "ragged":
@@ -58,7 +62,7 @@ def topk_transform_kernel(
     if COMPACT:
         ones = listed.to(tl.int32)
         count = tl.sum(ones, 0)
-        # Those that are none follow those that are, in order too.
+        # Entries that list no row follow the entries that do.
         place = tl.where(listed, tl.cumsum(ones, 0) - 1, count + tl.cumsum(1 - ones, 0) - 1)
         inside = place < WIDTH
         tl.store(counts_ptr + row, count)
@@ -81,7 +85,7 @@ def topk_transform_call(
     slots: torch.Tensor | None,
     counts: torch.Tensor | None,
 ) -> KernelCall:
-    """The launch of :func:`attn.ops.topk_transform.transform_topk`, which checks arguments."""
+    """The launch of :func:`attn.ops.topk_transform.transform_topk`, which checks the arguments."""
     rows, width = out.shape
     arguments = {
         "ids_ptr": ids,

@@ -1,1 +1,1 @@
-"""The Hopper kernel of dense decodes."""
+"""The Hopper kernel of dense decode, verify and short extends."""

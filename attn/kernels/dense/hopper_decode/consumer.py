@@ -1,4 +1,4 @@
-"""The consumers of the split-KV kernel: warp groups that multiply."""
+"""The consumers of the Hopper split-KV kernel: warp groups that multiply."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ from builders.splitkv.device.segments import segment_of, segment_start
 
 @gluon.jit
 def _clear_tail(ring, stage, live):
-    """Zero the values from ``live`` to the end of its run: nobody wrote them, they may be NaN."""
+    """Zero the values from row ``live`` of a tile to the end of that row's run.
+
+    These slots hold no token of the request, and may hold NaN.
+    """
     RUNS: gl.constexpr = ring.KV_TILE // ring.RUN
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     run = live // ring.RUN
@@ -44,15 +47,19 @@ def _clear_tail(ring, stage, live):
         box = ring.v_runs.index((stage * ring.HALVES + half) * RUNS + run)
         rows = box.load(LAYOUT)
         box.store(gl.where((row < live)[:, None], rows, gl.zeros_like(rows)))
-    # Before TMA overwrites them, and before other threads and wgmma read them.
+    # The fence orders these stores before wgmma's reads and TMA's next writes; the barrier orders
+    # them before reads of other threads.
     fence_async_shared()
     thread_barrier()
 
 
 @gluon.jit
 def _sum_of_own(x, KV_TILE: gl.constexpr):
-    """``[ROWS, KV_TILE]`` summed up by thread: ``[16, 16]``, a row's threads over all warps; where
-    a row is one warp's, ``[64, 4]``.
+    """Sum the columns of ``x [ROWS, KV_TILE]`` that a thread holds, without any exchange.
+
+    Returns:
+        ``[ROWS, threads]``: with 16 rows, the 16 threads of four warps that share a row; with 64
+        rows, the 4 threads of one warp.
     """
     ROWS: gl.constexpr = x.shape[0]
     THREADS: gl.constexpr = 16 if ROWS == 16 else 4
@@ -62,22 +69,25 @@ def _sum_of_own(x, KV_TILE: gl.constexpr):
 
 @gluon.jit
 def _row_maximum(x, exchange, KV_TILE: gl.constexpr):
-    """Maximum of each row, whose columns lie in four warps: they meet once, in shared memory."""
+    """The maximum of each row of ``x [16, KV_TILE]``, ``[16]`` fp32.
+
+    Four warps share the columns of a row. They exchange their maxima once, in shared memory.
+    """
     SCORES: gl.constexpr = x.type.layout
     EVERYWHERE: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0], [0, 1], [0, 2]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [[0, 0], [0, 0]], [],
         [16, 4],
     )  # fmt: skip
-    # First what a thread has, then what its warp has.
+    # First the maximum of a thread's columns, then the maximum of its warp's.
     x = gl.max(gl.max(gl.reshape(x, [16, KV_TILE // 32, 4, 8]), 1), 2)
     exchange.store(x)
-    # A barrier of the warp group belongs here, and is put here by the compiler.
+    # The warp group needs a barrier here; the compiler inserts it.
     return gl.convert_layout(gl.max(exchange.load(EVERYWHERE), 1), gl.SliceLayout(1, SCORES))
 
 
 @gluon.jit
 def _joined(low, high, WIDTH: gl.constexpr):
-    """Planes of columns side by side again; one plane is all of them."""
+    """Interleave two planes of columns to ``[rows, WIDTH]``; a plane of all columns is returned."""
     if low.shape[1] < WIDTH:
         low = gl.reshape(gl.join(low, high), [low.shape[0], WIDTH])
     return low
@@ -85,7 +95,7 @@ def _joined(low, high, WIDTH: gl.constexpr):
 
 @gluon.jit
 def _queries_of(first, m, TILE_HEADS: gl.constexpr):
-    """Positions of the tile's rows, whose maxima are ``m``."""
+    """The positions of the tile's query rows, int32 in the shape and layout of ``m [ROWS]``."""
     return first + gl.arange(0, m.shape[0], layout=m.type.layout) // TILE_HEADS
 
 
@@ -104,8 +114,9 @@ def _tile(key_tile, turn, q, state, odd, work, head, bounds, query, ring, room, 
     K_WIDTH: gl.constexpr = 4 if E4M3 else 2
     stage, phase = ring.stage_of(turn)
     if tile.CONSUMERS > 1:
-        # What was in this stage before may have been the other consumer's, and still be on its way:
-        # then the barrier is two phases behind, which looks like none.
+        # The tile that was in this stage before may belong to the other consumer, and may still be
+        # on its way. The barrier of the keys is then two phases behind, which looks the same as
+        # none. Waiting for that tile's release first tells the two apart.
         mbarrier.wait(ring.empty.index(stage), phase ^ 1)
     mbarrier.wait(ring.k_full.index(stage), phase)
     keys = ring.k_tiles.index(stage).permute((1, 0))
@@ -137,9 +148,9 @@ def _tile(key_tile, turn, q, state, odd, work, head, bounds, query, ring, room, 
         top = gl.maximum(m, _row_maximum(scores, room.exchange, KV_TILE))
     else:
         top = gl.maximum(m, gl.max(scores, 1))
-    # A row may see nothing so far.
+    # A row that has seen no key so far has a maximum of -inf.
     base = gl.where(top == float("-inf"), 0.0, top)
-    # Not the difference of products, whose rounding error is large where scores are.
+    # Subtract before scaling: products of large scores have large rounding errors.
     weights = gl.exp2((scores - base[:, None]) * by_row)
     shrink = gl.exp2((m - base) * scale)
     l = state.l
@@ -164,7 +175,7 @@ def _tile(key_tile, turn, q, state, odd, work, head, bounds, query, ring, room, 
             odd = mma_v2(left, odd_values, odd * shrink)
         acc = mma_v2(left, values, acc)
     else:
-        # Not left in flight over the loop's edge, where ptxas would serialise it.
+        # Wait here: ptxas would serialise a product that is in flight over the loop's edge.
         acc = warpgroup_mma(left, ring.v_tiles.index(stage), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(ring.empty.index(stage), count=1)
@@ -173,7 +184,10 @@ def _tile(key_tile, turn, q, state, odd, work, head, bounds, query, ring, room, 
 
 @gluon.jit
 def _send(state, times, mailbox):
-    """A state to the other consumer, who has taken all before it."""
+    """Put a state into the mailbox, once the first consumer has read the state before it.
+
+    ``times`` is the number of states sent before.
+    """
     mbarrier.wait(mailbox.taken, (times & 1) ^ 1)
     mailbox.acc.index(0).store(state.acc)
     mailbox.top.store(state.m)
@@ -183,7 +197,10 @@ def _send(state, times, mailbox):
 
 @gluon.jit
 def _with_sent(state, times, mailbox):
-    """A state, and the one that the other consumer sent folded onto it."""
+    """Fold the state in the mailbox onto ``state``.
+
+    ``times`` is the number of states taken before.
+    """
     STATE: gl.constexpr = state.acc.type.layout
     ROW: gl.constexpr = gl.SliceLayout(1, STATE)
     mbarrier.wait(mailbox.sent, times & 1)
@@ -223,7 +240,8 @@ def _load_queries(work, token, count, query, cache, room, plan, tile):
         v_factor = gl.load(cache.v_scale_ptr + kv_head * cache.scale_head)
         up = gl.full([tile.ROWS], 1.0, gl.float32, gl.SliceLayout(1, LOADED))
         if q.dtype == gl.bfloat16:
-            # fp16 has not its range: a power of two per row moves it there.
+            # The products are in fp16, whose range bf16 exceeds: a power of two brings each row
+            # into the range.
             q = q.to(gl.float32)
             down, up = power_of_two_guard(gl.max(gl.abs(q), 1))
             q = q * down[:, None]
@@ -232,7 +250,8 @@ def _load_queries(work, token, count, query, cache, room, plan, tile):
     if tile.ROWS == 16:
         q = gl.convert_layout(q, gl.DotOperandLayout(0, SCORES, 4 if tile.E4M3 else 2))
     else:
-        # Nobody multiplies the row's before it any more: each waits for its products.
+        # The products of the work item before are done, so its queries may be overwritten: every
+        # thread waits for its products before it comes here.
         thread_barrier()
         room.queries.store(q)
         fence_async_shared()
@@ -243,7 +262,7 @@ def _load_queries(work, token, count, query, cache, room, plan, tile):
 
 @gluon.jit
 def _bounds_of(work, mask, tile):
-    """Say which keys the queries of a part see, as far as all tiles of keys share it."""
+    """Compute the bounds of the keys that the queries of a part see, for all tiles of keys."""
     row = gl.arange(0, tile.ROWS, layout=gl.SliceLayout(1, tile.SCORES))
     position = work.first + row // tile.TILE_HEADS
     range_first, range_last = mask.own_range(position, work.req)
@@ -255,7 +274,12 @@ def _bounds_of(work, mask, tile):
 
 @gluon.jit
 def _lender_for(work, plan):
-    """Say whether a part has all keys of its queries; if not, which group lends it slots."""
+    """Find the group that lends a part its state slots.
+
+    Returns:
+        Whether the part has all keys of its queries and needs no slot; and the lending group, 0 if
+        none is needed.
+    """
     parts = gl.load(work.fields + 9)
     is_all = (work.begin == 0) & (work.end == parts) & (gl.load(work.fields + 11) == 1)
     lender = 0
@@ -279,8 +303,8 @@ def _attend(
     PLANE: gl.constexpr = tile.SIZE // 2 if tile.E4M3 else tile.SIZE
     top = gl.full([tile.ROWS], float("-inf"), gl.float32, SUMS)
     zero = gl.zeros([tile.ROWS, PLANE], gl.float32, tile.OUTPUT)
-    # The state of all segments is no structure here: a loop carries values in the order in which
-    # they are first named, and PTX would be another with the output behind the others.
+    # The state of all segments is kept as three values, not as a structure. A loop carries values
+    # in the order in which they are first named, and another order would give other PTX.
     A = _joined(zero, zero, tile.SIZE)
     STATE: gl.constexpr = A.type.layout
     M = gl.full([tile.ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, STATE))
@@ -291,7 +315,8 @@ def _attend(
     unseen = gl.where(high > low, unseen, seen)
     if PART == 0:
         if work.begin > 0:
-            # Segments of which this layer's queries see nothing are states all the same.
+            # The fold reads a state for every segment of the part. Segments that no query of this
+            # layer sees get an empty state.
             for s in range(first_part + work.begin, first_part + work.end):
                 if (s < seen) | (s >= unseen):
                     nothing = State(m=M, l=L, acc=A)
@@ -334,11 +359,12 @@ def _attend(
 def _write_or_store(is_all, work, head, state, lender, plan, out, tile):
     """Write the output of a part that has all keys of its queries, or store its state."""
     STATE: gl.constexpr = state.acc.type.layout
-    # States under way at a row's end: what there are registers for, up to all of a bundle.
+    # States that are loaded at a time when a work item is folded: as many as there are registers
+    # for, at most all of a segment group.
     CELLS: gl.constexpr = tile.FINISH_ROWS * tile.FINISH_WIDTH // 128 * tile.CONSUMERS
     FEW: gl.constexpr = 8 if tile.ROWS == 16 and tile.CONSUMERS == 1 else 4
     AT_ONCE: gl.constexpr = 16 if CELLS <= 4 else 12 if CELLS <= 8 else FEW
-    # Once more, instead of being kept in registers meanwhile.
+    # Load these numbers again here, so that the loop over keys does not keep them in registers.
     token = gl.load(work.fields + 1)
     count = gl.load(work.fields + 2)
     if is_all:
@@ -360,8 +386,9 @@ def _write_or_store(is_all, work, head, state, lender, plan, out, tile):
 def consume(PART: gl.constexpr, query, cache, ring, room, plan, mask, out, tile):
     """Attend to all parts that the program takes.
 
-    Of two consumers the first (PART 0) takes even tiles of keys, and folds, finishes and writes.
-    The second (PART 1) takes odd tiles of keys, and sends its states to the first.
+    A single consumer (PART 0) takes all tiles of keys. With two consumers, the first (PART 0) takes
+    even tiles of keys, and folds, finishes and writes. The second (PART 1) takes odd tiles of keys,
+    and sends its states to the first.
     """
     lane = program_number() % plan.HEADS
     first_row, begin, past_row, mine, fields = share_at(plan.shares_ptr, plan.HEADS)

@@ -1,4 +1,4 @@
-"""States of parts of rows: stored, folded by whoever comes last, and written."""
+"""States of parts of work items: how they are stored, folded by the last to arrive, and written."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from attn.kernels.lang.compat import thread_barrier
 from attn.kernels.lang.structures import Cells, Out, State
 
 _SMALL = tl.constexpr(256)
-"""Columns of a small state of 16 rows."""
+"""Most columns of a state of 16 rows that counts as small."""
 
 
 @gluon.jit
 def fold_states(before, behind):
-    """The state of two runs of keys that follow each other."""
+    """Fold the states of two runs of keys that follow each other into one state."""
     m, l, acc = fold(before.m, before.l, before.acc, behind.m, behind.l, behind.acc)
     return State(m=m, l=l, acc=acc)
 
 
 @gluon.jit
 def store_state(plan, slot, state, tile, zero):
-    """State of one segment into its slot of the scratch, as
-    :func:`attn.kernels.dense.tile.store_state` does; only rows below USED exist there. ``zero`` is
-    one that the compiler does not know, where places of cells shall not be kept in registers from
-    the kernel's beginning on.
+    """Store the state of one segment in its slot of the scratch, which holds USED rows.
+
+    The layout is that of :func:`attn.kernels.dense.tile.store_state`. ``zero`` is 0. With a zero
+    that the compiler does not know, it computes the addresses here; otherwise it would keep them in
+    registers from the start of the kernel.
     """
     STATE: gl.constexpr = state.acc.type.layout
     SUMS: gl.constexpr = gl.SliceLayout(1, STATE)
@@ -38,8 +39,8 @@ def store_state(plan, slot, state, tile, zero):
     mine = row < tile.USED
     slot = slot.to(gl.int64)
     sums = plan.sums_ptr + slot * (2 * tile.USED)
-    # Small ones stay in L2 until they are read: keys that stream past would have them written back
-    # meanwhile, between their own reads. Large ones gained nothing by it.
+    # Keep small states in L2 until they are read: otherwise keys that stream through L2 push them
+    # out to memory, between the reads of keys. Large states gained nothing from being kept.
     IS_SMALL: gl.constexpr = state.acc.shape[0] == 16 and tile.SIZE <= _SMALL
     KEEP: gl.constexpr = "evict_last" if IS_SMALL else ""
     gl.store(sums + row, state.m, mask=mine, eviction_policy=KEEP)
@@ -51,8 +52,9 @@ def store_state(plan, slot, state, tile, zero):
 
 @gluon.jit
 def _load_state(plan, slot, cells, is_there, tile):
-    """One stored state, which other multiprocessors stored; the empty one, which folds as the
-    identity, unless ``is_there``.
+    """Load a stored state; unless ``is_there``, the empty state, which changes no fold.
+
+    The loads skip the L1 cache, because other multiprocessors stored the states.
     """
     mine = cells.mine & is_there
     slot = slot.to(gl.int64)
@@ -66,7 +68,7 @@ def _load_state(plan, slot, cells, is_there, tile):
 
 @gluon.jit
 def _load_parts(plan, slot, part, parts, cells, tile):
-    """States of four segments; past the last one the empty state."""
+    """Load the states of parts ``part`` to ``part + 3``; a part from ``parts`` on is empty."""
     return (
         _load_state(plan, slot + part, cells, part < parts, tile),
         _load_state(plan, slot + part + 1, cells, part + 1 < parts, tile),
@@ -77,8 +79,9 @@ def _load_parts(plan, slot, part, parts, cells, tile):
 
 @gluon.jit
 def _fold_many(state, plan, slot, part, parts, cells, tile, AT_ONCE: gl.constexpr):
-    """A state and those of the next 12 or 16 segments, all asked for at once: whoever waits for
-    them has nothing else to do, and mostly there are no more of them.
+    """Fold the next AT_ONCE parts (12 or 16) onto a state, loading all of them at once.
+
+    The program has nothing else to do while it waits for them, and mostly there are no more parts.
     """
     s0, s1, s2, s3 = _load_parts(plan, slot, part, parts, cells, tile)
     s4, s5, s6, s7 = _load_parts(plan, slot, part + 4, parts, cells, tile)
@@ -86,8 +89,9 @@ def _fold_many(state, plan, slot, part, parts, cells, tile, AT_ONCE: gl.constexp
     if AT_ONCE == 16:
         s12, s13, s14, s15 = _load_parts(plan, slot, part + 12, parts, cells, tile)
     state = _fold_four(state, s0, s1, s2, s3)
-    # Exponentials wait for no sum, which without a branch between them is known to ptxas; where a
-    # thread has more of a state, it has no registers for that.
+    # The exponentials of all folds are independent of the sums. Without branches between the folds
+    # ptxas sees that, and computes them early. A thread that holds more of a state has no registers
+    # for this.
     ALL: gl.constexpr = AT_ONCE == 16 and tile.SIZE <= 128
     if ALL or part + 4 < parts:
         state = _fold_four(state, s4, s5, s6, s7)
@@ -101,14 +105,14 @@ def _fold_many(state, plan, slot, part, parts, cells, tile, AT_ONCE: gl.constexp
 
 @gluon.jit
 def _fold_four(state, s0, s1, s2, s3):
-    """A state and four that follow it."""
+    """Fold four states onto the state before them, in their order."""
     state = fold_states(fold_states(state, s0), s1)
     return fold_states(fold_states(state, s2), s3)
 
 
 @gluon.jit
 def with_wide_strides(out):
-    """The same, with strides of tokens as int64."""
+    """Copy the structure ``out``, with the strides from token to token as int64."""
     return Out(
         out_ptr=out.out_ptr, lse_ptr=out.lse_ptr, sinks_ptr=out.sinks_ptr,
         output_scale_ptr=out.output_scale_ptr, out_token=wide(out.out_token), out_head=out.out_head,
@@ -118,8 +122,10 @@ def with_wide_strides(out):
 
 @gluon.jit
 def write_state(state, at, heads, wanted, columns, v_factor, out):
-    """Normalise a state and write it: output ``[M, columns]`` and LSE ``[M]`` of rows whose tokens
-    are ``at`` ``[M]`` and whose query heads are ``heads`` ``[M]``.
+    """Normalise a state and write its output ``[M, columns]`` and LSE ``[M]``.
+
+    The rows belong to the tokens ``at [M]`` and the query heads ``heads [M]``; rows where
+    ``wanted [M]`` is False are not written.
     """
     write_rows(
         state.m, state.l, state.acc, at, heads, wanted, columns, columns >= 0, out.out_ptr,
@@ -133,11 +139,15 @@ def _fold_parts(
     token, count, head, plan, out, tile, slot, first, parts, target, stores, zero,
     WARPS: gl.constexpr, AT_ONCE: gl.constexpr,
 ):  # fmt: skip
-    """Fold a row's stored states in the order of :func:`attn.kernels.dense.query_rows.fold_parts`:
-    the prefix in slot ``slot``, then ``slot + first`` on; write the row, or its state to
-    ``target``. AT_ONCE of them are under way, 4, 8, 12 or 16.
+    """Fold the stored states of a work item in their order, and write the result.
+
+    The order is that of :func:`attn.kernels.dense.query_rows.fold_parts`. Slot ``slot`` holds the
+    state of all parts below ``first``; the slots from ``slot + first`` to ``slot + parts`` hold one
+    part each. If ``stores``, the folded state goes to slot ``target``, else the output is written.
+    AT_ONCE states are being loaded at a time: 4, 8, 12 or 16.
     """
-    # Of as many rows as there are, at 128 bytes of each: a thread has few maxima and sums then.
+    # The warps cover as many rows at once as leave at least 8 lanes (128 bytes) to each row, so
+    # that a thread has few maxima and sums.
     MOST: gl.constexpr = min(tile.FINISH_WIDTH // 4, 32)
     LANES: gl.constexpr = min(max(32 * WARPS // tile.FINISH_ROWS, 8), MOST)
     CELLS: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [WARPS, 1], [1, 0])
@@ -162,7 +172,7 @@ def _fold_parts(
         else:
             s0, s1, s2, s3 = _load_parts(plan, slot, first, parts, cells, tile)
             for part in range(first, parts, 4):
-                # The next four are asked for before these are folded: a fold waits for its own.
+                # Load the next four before folding these, so that only the first fold waits.
                 n0, n1, n2, n3 = _load_parts(plan, slot, part + 4, parts, cells, tile)
                 state = _fold_four(state, s0, s1, s2, s3)
                 s0, s1, s2, s3 = n0, n1, n2, n3
@@ -182,8 +192,10 @@ def _fold_parts(
 
 @gluon.jit
 def lender_of(place, plan):
-    """The first group that starts inside the keys that begin at a place among the step's tiles: it
-    lends them its slots, since no other row can need them.
+    """The first group of programs that starts behind a place among the step's KV tiles.
+
+    It is the lending group of the keys that begin at that place. A group starts inside one work
+    item only, so no other work item needs its state slots.
     """
     total = gl.load(plan.total_ptr + 1)
     return (place.to(gl.int64) * wide(plan.groups) // total).to(gl.int32) + 1
@@ -191,22 +203,28 @@ def lender_of(place, plan):
 
 @gluon.jit
 def place_of(fields, loop, end):
-    """Place of a row's first tile among all tiles of the step, or (end 1) past its last."""
+    """The place of a work item's first KV tile among all KV tiles of the step.
+
+    With ``end`` 1, the place behind its last KV tile.
+    """
     return gl.load(fields + 7) + (loop + end) * gl.load(fields + 6)
 
 
 @gluon.jit
 def slots_of(work, lender, plan):
-    """The first slot for states of the part's segments, which the group ``lender`` lends."""
+    """The first state slot for the part's segments, which the group ``lender`` lends."""
     return (lender * plan.HEADS + work.lane) * plan.AREA
 
 
 @gluon.jit
 def _group_slots(work, lender, bundle, bundles, slots, plan):
-    """Where states of the row's segment groups go: lent by the first group of programs that starts
-    in the middle of their keys, or the program's own when there is none.
+    """Say where the states of a query's segment groups go.
 
-    Returns the first slot, the owning group, and whether more than one group of programs arrives.
+    The first group of programs that starts in the middle of their keys lends the slots. Where no
+    group starts there, one program has all segment groups and uses its own slots.
+
+    Returns:
+        The first slot, the owning group, and whether more than one group of programs arrives.
     """
     loop = work.number % plan.HEAD_LOOPS
     spans = bundles > 1
@@ -228,10 +246,9 @@ def arrive_and_fold(
     work, head, state, lender, plan, out, tile, zero, WARPS: gl.constexpr = 4,
     AT_ONCE: gl.constexpr = 8,
 ):  # fmt: skip
-    """Store the state of a part that has not all keys of its queries; the last to arrive folds.
+    """Store the state of a part that lacks some keys of its queries; the last to arrive folds.
 
-    It works as the end of :func:`attn.kernels.dense.decode.decode_kernel` does, by the same slots
-    and counters.
+    The slots and counters are those of :func:`attn.kernels.dense.decode.decode_kernel`.
     """
     parts = gl.load(work.fields + 9)
     bundle = gl.load(work.fields + 10)
@@ -241,13 +258,13 @@ def arrive_and_fold(
     slots = slots_of(work, lender, plan)
     after_prefix = 1
     if not is_whole:
-        # Only the last to arrive needs it, and then at once.
+        # Only the last program to arrive needs this number, and then without delay.
         after_prefix = gl.load(plan.starts_ptr + 2 * lender + 1)
     mine_too, owner, spans = _group_slots(work, lender, bundle, bundles, slots, plan)
     if work.begin == 0:
         slot = gl.where(is_whole, mine_too + bundle, slots)
         store_state(plan, slot, state, tile, zero)
-    # All threads have stored before one of them says so.
+    # All threads must have stored their states before the counter says so.
     thread_barrier()
     ready = is_whole
     if not is_whole:
@@ -257,7 +274,8 @@ def arrive_and_fold(
         if ready:
             gl.store(counter, 0)
     if ready:
-        # First the bundle's segments, if they are in parts, then the bundles.
+        # Level 0 folds the segments of this segment group, where several programs have them. Level
+        # 1 folds the segment groups.
         for level in range(is_whole.to(gl.int32), gl.where(bundles > 1, 2, 1)):
             slot = slots
             after = after_prefix

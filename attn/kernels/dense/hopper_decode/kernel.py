@@ -1,18 +1,23 @@
-"""Split KV on Hopper: decode, verify and short extends with their keys through TMA, in Gluon.
+"""The Hopper split-KV kernel: decode, verify and short extends with keys through TMA, in Gluon.
 
-The plan, the cuts, the states and the order in which these are folded are those of
-:mod:`attn.kernels.dense.decode`, and so is everything that follows from them: a row's bits depend
-on that row alone, and no program waits for another. What differs is how keys come: one warp is the
-producer, which walks the block table and asks for keys and values, a run of a page and 64 columns
-at a time, into a ring of stages; it is ahead by as much as fits, across segments and rows.
+This kernel and the portable one (:mod:`attn.kernels.dense.decode`) share the plan, the places where
+work is cut, the layout of stored states and the order in which states are folded. The promises are
+therefore the same: the bits of a result depend on its request alone, and no program waits for
+another.
 
-With two consumers one multiplies while the other is at its softmax: each takes every other tile of
-keys, by the tile's place in the request, with a state of its own; at a segment's end the second's
-is folded onto the first's, who does all the rest. So bits follow from positions here too.
+The two kernels differ in how keys arrive. One warp of a program is the producer. It walks the block
+table and asks TMA for keys and values, into a ring of stages. A TMA box is a run of tokens of one
+page by 64 columns. The producer runs ahead by as many tiles as the ring holds, across segments and
+work items.
 
-No page is read of which no row of the tile sees a key: its place is filled with zeros by a box
-outside the cache. Slots past the end of the request share a page with live ones and may hold
-anything; the values there are overwritten with zeros, since zero times NaN is NaN.
+With two consumers, one multiplies while the other computes its softmax. Each consumer takes every
+other tile of keys, by the number of the tile in the request, and has a state of its own. At the end
+of a segment the second consumer sends its state to the first, which folds both and does everything
+else. Bits therefore follow from positions here too.
+
+A page is not read if no query of the tile sees a key in it: a box outside the cache fills its place
+with zeros. Slots behind the request's last key are read with the page that they share with live
+slots, and may hold anything. Their values are overwritten with zeros, since zero times NaN is NaN.
 """
 
 from __future__ import annotations
@@ -29,10 +34,14 @@ from attn.kernels.lang.constants import LOG2E
 from attn.kernels.lang.structures import Cache, Mailbox, Mask, Out, Plan, Query, Ring, Room, Tile
 
 _REGISTERS = tl.constexpr(96)
-"""Of the producer's thread beside one consumer, who has all that a thread can have anyway."""
+"""Registers of a producer's thread beside one consumer.
+
+The consumer's threads can have the most registers that a thread can have in any case."""
 _OF_THREE = tl.constexpr(((224, 56), (232, 40)))
-"""Of a consumer's thread and the producer's where there are two consumers, of 16 rows and of 64:
-the three have 504 together, and who multiplies 64 has two states."""
+"""Registers of a second consumer's thread and of a producer's thread, for tiles of 16 and 64 rows.
+
+One thread of each consumer and one of the producer have 504 registers together. A consumer of 64
+rows needs more of them, since it holds two states."""
 
 _VARYING = [
     "groups",
@@ -120,12 +129,12 @@ def hopper_decode_kernel(
     LSE: gl.constexpr,
     E4M3: gl.constexpr,
 ):
-    """Attention of the plan's rows; grid ``(groups * HEADS,)``.
+    """Attention of the plan's work items; grid ``(groups * HEADS,)``.
 
-    Descriptors: key and value ``[N, BLOCK_SIZE, Hk, SIZE]`` in boxes of RUN tokens and 64 columns;
-    with E4M3 half as many, int16 words.
-    Query ``[T, H, SIZE]``, out ``[T, H, SIZE]``, LSE ``[T, H]``; the rest as in
-    :func:`attn.kernels.dense.decode.decode_kernel`.
+    Shapes: query and out are ``[T, H, SIZE]``, LSE is ``[T, H]`` fp32. The descriptors are of key
+    and value ``[N, BLOCK_SIZE, Hk, SIZE]``, in boxes of RUN tokens and 64 columns. With E4M3 they
+    have SIZE / 2 columns of int16 words, each of two elements. The plan's tensors are described in
+    :class:`builders.splitkv.record.SplitPlan`.
     """
     mask = Mask(
         causal_ptr=causal_ptr, ranges_ptr=ranges_ptr, num_ranges=num_ranges, window=window,
@@ -148,7 +157,7 @@ def hopper_decode_kernel(
         k_scale_ptr=k_scale_ptr, v_scale_ptr=v_scale_ptr, scale_head=scale_head,
         BLOCK_SIZE=BLOCK_SIZE,
     )  # fmt: skip
-    # Of e4m3, words of two elements: as such they can be read transposed.
+    # An e4m3 cache is read as words of two elements: words can be loaded transposed, bytes cannot.
     STORED: gl.constexpr = k_desc.dtype
     DTYPE: gl.constexpr = gl.float16 if E4M3 else STORED
     WORDS: gl.constexpr = SIZE // 2 if E4M3 else SIZE
@@ -160,16 +169,16 @@ def hopper_decode_kernel(
     factor = scale
     if not SOFT_CAP:
         factor = scale * LOG2E
-    # What TMA writes, boxes, and what products read: the same bytes as tiles.
+    # TMA writes boxes, and products read tiles: two views of the same bytes.
     k_boxes = gl.allocate_shared_memory(STORED, [BOXES, 1, RUN, 1, 64], BOX)
     v_boxes = gl.allocate_shared_memory(STORED, [BOXES, 1, RUN, 1, 64], BOX)
     KEYS: gl.constexpr = gl.NVMMASharedLayout(128, 8 if E4M3 else 16, 2)
     k_tiles = reinterpret(k_boxes, gl.float8e4nv if E4M3 else STORED, [STAGES, KV_TILE, SIZE], KEYS)
     v_tiles = reinterpret(v_boxes, STORED, [STAGES, KV_TILE, WORDS], LAYOUT)
     v_runs = reinterpret(v_boxes, STORED, [BOXES, RUN, 64], LAYOUT)
-    # Queries, where products read them from here: each consumer's own.
+    # The queries of each consumer. Only tiles of 64 rows use this room: wgmma reads them here.
     queries = gl.allocate_shared_memory(DTYPE, [CONSUMERS, ROWS if ROWS > 16 else 8, SIZE], LAYOUT)
-    # Where warps meet: maxima of rows, and weights on their way to being an operand.
+    # Warps of a consumer exchange the maxima of rows, and weights that become an operand, here.
     exchange = gl.allocate_shared_memory(
         gl.float32, [CONSUMERS, 16, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     )
@@ -178,7 +187,7 @@ def hopper_decode_kernel(
         [CONSUMERS, 16, KV_TILE if ROWS == 16 else 16],
         gl.SwizzledSharedLayout(8, 1, 8, [1, 0]),
     )
-    # The second consumer's state on its way to the first: output, and maxima and sums.
+    # The mailbox: the second consumer's state (output, maxima, sums) on its way to the first.
     LETTER: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     letter = gl.allocate_shared_memory(
         gl.float32, [1, ROWS if CONSUMERS > 1 else 8, SIZE if CONSUMERS > 1 else 32], LETTER
@@ -196,15 +205,16 @@ def hopper_decode_kernel(
         mbarrier.init(v_full.index(s), count=1)
         mbarrier.init(empty.index(s), count=1)
     if CONSUMERS > 1:
-        # Otherwise nobody uses them: the compiler would give their place to something else, and who
-        # comes back after another process had the GPU finds a barrier there again, not his data.
+        # With one consumer these two barriers are unused and must not be initialised: the compiler
+        # would reuse their shared memory for data. When another process has had the GPU meanwhile,
+        # the program finds a barrier there again in place of its data.
         mbarrier.init(sent, count=1)
         mbarrier.init(taken, count=1)
-    # TMA sees barriers by another way than threads do.
+    # TMA sees shared memory through the asynchronous proxy: the fence shows it the barriers.
     fence_async_shared()
     wait_for_kernels_before()
-    # Of 16 rows, warps lie along keys for scores and along columns for output, so that no key is
-    # read twice; of 64 rows, each warp has 16.
+    # With 16 rows, the warps share out the keys for scores and the columns for output, so that no
+    # key is read twice. With 64 rows, each warp has 16 rows.
     NARROW: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8])
     BY_KEY: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16])
     BY_COLUMN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE, 16])

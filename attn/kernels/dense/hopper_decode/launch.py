@@ -18,31 +18,33 @@ if TYPE_CHECKING:
     from builders.dense.record import TritonAttentionMetadata
 
 FINISH_CELLS = 2048
-"""Of a state, folded at a time: what there are registers for, since whoever folds waits for memory
-each time."""
+"""Elements of a state that a program folds at a time: as many as there are registers for.
+
+The program waits for memory each time, so fewer elements at a time would mean more waits."""
 
 
 def serves(
     layer: DenseLayer, plan: SplitPlan, step: TritonAttentionMetadata, tensors: DenseTensors
 ) -> bool:
-    """Whether the split-KV kernel serves a step of a layer as it was planned.
+    """Whether the Hopper split-KV kernel serves a step of a layer as it was planned.
 
-    The builder has asked the same of what it knew; here all is known.
+    The builder has asked the same question before it knew the tensors. Here everything is known.
 
     Raises:
-        ValueError: it does not, though it is asked for by name.
+        ValueError: the kernel does not serve the step, but the configuration asks for it by name.
     """
     assert plan.hopper is not None
     shape, block_size, asks = asked(layer, step, tensors)
     wanted = DecodeKernel.HOPPER if plan.requires_hopper else DecodeKernel.AUTO
-    # A tile has all the tokens that it was asked for, or as many as there is room for.
+    # A tile has as many query tokens as were asked for, or as many as it has room for: asking for
+    # the planned number gives the planned tile.
     tokens = plan.tile.query_tokens
     tile, _ = decode_kernel_of(shape, DeviceKind.SM90, block_size, tokens, asks, wanted)
     return is_planned(tile, plan.hopper, plan.requires_hopper)
 
 
 class HopperDecodeLauncher(HopperVariants[SplitPlan]):
-    """The split-KV launches of one layer."""
+    """The launches of the Hopper split-KV kernel in one layer."""
 
     def _static(self, plan: SplitPlan) -> tuple[Any, ...]:
         return plan.static
@@ -56,7 +58,7 @@ class HopperDecodeLauncher(HopperVariants[SplitPlan]):
     ) -> int:
         assert plan.hopper is not None
         page = (1, plan.hopper.run, 1, COLUMNS)
-        # As the words that the plain kernel reads.
+        # The descriptors are of the same stored words that the portable kernel reads.
         varying["k_desc"] = self._described("k", varying["key_ptr"], page, tensors)
         varying["v_desc"] = self._described("v", varying["value_ptr"], page, tensors)
         return plan.groups * plan.heads

@@ -1,4 +1,4 @@
-"""The parts of rows that a program takes, as producer and consumers both see them."""
+"""The parts of work items that a program takes, computed alike by its producer and consumers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ _SHARE_FIELDS = tl.constexpr(SHARE_FIELDS)
 
 @gluon.jit
 def share_at(shares_ptr, HEADS: gl.constexpr):
-    """What a program begins with: its first row, the segment in it, the row after its last, where
-    its share is written, and where its first row's numbers are.
+    """Load the program's share of the plan.
+
+    Returns:
+        The first work item; the segment in it where the share starts; the work item behind the
+        share's last; a pointer to the share; and a pointer to the first work item's numbers.
     """
     mine = shares_ptr + (program_number() // HEADS) * _SHARE_FIELDS
     first_row = gl.load(mine)
@@ -29,7 +32,8 @@ def share_at(shares_ptr, HEADS: gl.constexpr):
     next_row = gl.load(mine + 2)
     next_segment = gl.load(mine + 3)
     past_row = next_row + (next_segment > 0).to(gl.int32)
-    # A copy, so that a program does not wait for one load after the other.
+    # The share holds a copy of the first work item's numbers, so that a program does not have to
+    # wait for the share before it can load them.
     return first_row, begin, past_row, mine, mine + (_SHARE_FIELDS - FIELDS)
 
 
@@ -37,7 +41,7 @@ def share_at(shares_ptr, HEADS: gl.constexpr):
 def load_work_item(
     r, lane, mine, fields, begin, mask, KV_TILE: gl.constexpr, SEGMENT_UNIT: gl.constexpr
 ):
-    """The program's part of work item ``r``, which begins with segment ``begin`` of the row."""
+    """Load the program's part of work item ``r``; the part begins with segment ``begin`` of it."""
     req, count, kv_len, first, first_part, parts, bundle = walked_fields(fields, True)
     end = gl.where(r == gl.load(mine + 2), gl.load(mine + 3), parts)
     last, causal, start, low, high = tiles_of(
@@ -51,8 +55,13 @@ def load_work_item(
 
 @gluon.jit
 def walked_fields(fields, there_is):
-    """Of a row's numbers those that say what is walked: request, tokens, KV length, first position,
-    first segment, segments, bundle. They are asked for here, and waited for where they are used.
+    """Load the numbers of a work item that say which keys are walked; zeros unless ``there_is``.
+
+    The program waits for a number where it uses it, not here.
+
+    Returns:
+        Request, tokens, KV length, first position, first segment, segments, and the number of the
+        segment group.
     """
     req = gl.load(fields, mask=there_is, other=0)
     count = gl.load(fields + 2, mask=there_is, other=0)
@@ -69,13 +78,16 @@ def tiles_of(
     begin, end, req, count, kv_len, first, first_part, bundle, mask, KV_TILE: gl.constexpr,
     SEGMENT_UNIT: gl.constexpr,
 ):  # fmt: skip
-    """What is walked for a row's segments ``[begin, end)``: last position of the queries, the
-    causal flag, the first key that a query sees, and tiles of keys ``[low, high)``.
+    """Say which tiles of keys are walked for the segments ``[begin, end)`` of a work item.
+
+    Returns:
+        The last position of the queries; the causal flag; the first key that a query sees; and the
+        tiles of keys ``[low, high)``.
     """
     last = first + count - 1
     causal, start, stop = mask.keys_seen(req, first, last, kv_len)
     low = gl.maximum(segment_start(first_part + begin) // SEGMENT_UNIT, start // KV_TILE)
-    # A layer that sees further back than the plan knows starts earlier than the plan.
+    # A layer whose window is longer than the plan's starts before the plan's first segment.
     is_first = (begin == 0) & (bundle == 0)
     low = gl.where(is_first, start // KV_TILE, low)
     high = gl.minimum(

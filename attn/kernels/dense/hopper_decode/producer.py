@@ -1,4 +1,4 @@
-"""The producer of the split-KV kernel: one warp that asks TMA for keys and values."""
+"""The producer of the Hopper split-KV kernel: one warp that asks TMA for keys and values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ def pages_of(
     table_ptr, tile, start, kv_len, KV_TILE: gl.constexpr, RUN: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Page of each run of a tile, -1 of runs that nobody sees; every lane has all of them."""
+    """The page of each run of a tile, ``[RUNS]`` int32; every lane has all of them.
+
+    A run gets -1 if all of its tokens are before the first key that a query sees, or behind the
+    request's last key.
+    """
     RUNS: gl.constexpr = KV_TILE // RUN
     run = gl.arange(0, RUNS, layout=gl.BlockedLayout([RUNS], [32], [1], [0]))
     key = tile * KV_TILE + run * RUN
@@ -26,12 +30,12 @@ def pages_of(
 
 @gluon.jit
 def _load_tile(desc, pages, tile, kv_head, stage, full, boxes, ring, BLOCK_SIZE: gl.constexpr):
-    """A tile of keys or values into its stage."""
+    """Ask TMA for a tile of keys or values, into the boxes of stage ``stage``."""
     RUNS: gl.constexpr = ring.KV_TILE // ring.RUN
     run = gl.arange(0, RUNS, layout=gl.BlockedLayout([RUNS], [32], [1], [0]))
     mbarrier.expect(full.index(stage), ring.KV_TILE * ring.HALVES * 128)
     for i in gl.static_range(RUNS):
-        # Outside the cache a box is zeros.
+        # Page -1 lies outside the cache, and TMA fills such a box with zeros.
         page = gl.max(gl.where(run == i, pages, -1), 0)
         within = (tile * ring.KV_TILE + i * ring.RUN) % BLOCK_SIZE
         for half in gl.static_range(ring.HALVES):
@@ -45,10 +49,12 @@ def _load_tile(desc, pages, tile, kv_head, stage, full, boxes, ring, BLOCK_SIZE:
 
 @gluon.jit
 def produce(cache, ring, plan, mask):
-    """Keys and values of all parts that the program takes, tile after tile."""
+    """Load the keys and values of all parts that the program takes, tile after tile."""
     lane = program_number() % plan.HEADS
     first_row, begin, past_row, mine, fields = share_at(plan.shares_ptr, plan.HEADS)
-    # Beside the share, and later a row ahead: of loads in turn each is most of a microsecond.
+    # The first work item's numbers are loaded together with the share, and those of every other
+    # work item while the one before it is walked. Loads that wait for each other take most of a
+    # microsecond each.
     next_row = gl.load(mine + 2)
     next_segment = gl.load(mine + 3)
     req, count, kv_len, first, first_part, parts, bundle = walked_fields(fields, True)
@@ -69,10 +75,11 @@ def produce(cache, ring, plan, mask):
         pages = pages_of(table, low, start, own_len, ring.KV_TILE, ring.RUN, cache.BLOCK_SIZE)
         for tile in range(low, high):
             stage, parity = ring.stage_of(turn)
-            # A tile ahead; past the last of the part it is not used.
+            # Page ids are loaded a tile ahead; behind the part's last tile they are not used.
             after = gl.minimum(tile + 1, high - 1)
             ahead = pages_of(table, after, start, own_len, ring.KV_TILE, ring.RUN, cache.BLOCK_SIZE)
-            # A fresh barrier lets parity 1 pass at once.
+            # In the first round of the ring nothing has to be emptied: a fresh barrier lets a wait
+            # for parity 1 pass at once.
             mbarrier.wait(ring.empty.index(stage), parity ^ 1)
             _load_tile(
                 cache.k_desc, pages, tile, kv_head, stage, ring.k_full, ring.k_boxes, ring,

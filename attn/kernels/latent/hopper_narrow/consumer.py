@@ -1,5 +1,7 @@
-"""The consumers of latent attention in few rows: eight warps, along keys for scores and along
-columns for output, so that no byte is read twice for the same product.
+"""The consumers of the narrow Hopper latent kernel: eight warps.
+
+For scores a warp has some of the keys, with all their columns. For the output it has some of the
+columns, of all keys. So no two warps read the same byte of the cache for the same product.
 """
 
 from __future__ import annotations
@@ -30,15 +32,17 @@ from builders.splitkv.device.segments import segment_of, segment_start
 _WARPS = tl.constexpr(8)
 _WIDTH = tl.constexpr(512)
 _KEPT = tl.constexpr(128)
-"""Columns of the left half of the queries that stay in registers, beside the rotary ones."""
+"""Columns of the queries' left half that stay in registers; the rotary columns do so too."""
 
 
 @gluon.jit
 def _clear_tail(
     rows, stage, live, BOXES: gl.constexpr, TILE: gl.constexpr, RUN: gl.constexpr
 ):  # fmt: skip
-    """Zero the values of a half of the columns from ``live`` to the end of its run: nobody wrote
-    them, they may be NaN. How the columns of a row are swizzled does not matter to zeros.
+    """Zero a half of a tile's values from key ``live`` to the end of its run of RUN keys.
+
+    No request wrote those slots, so they may hold NaN, and zero times NaN is NaN. The swizzle of a
+    row's columns does not matter to zeros.
     """
     zeros = gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [_WARPS], [0]))
     for row in range(live, (live // RUN + 1) * RUN):
@@ -48,29 +52,29 @@ def _clear_tail(
 
 @gluon.jit
 def _sum_of_own(x):
-    """``[16, keys]`` summed up by thread: ``[16, 32]``, a row's threads over all warps."""
+    """Sum ``[16, keys]`` within each thread: ``[16, 32]``, for a row's 32 threads in all warps."""
     x = gl.reshape(x, [16, x.shape[1] // (8 * _WARPS), 4 * _WARPS, 2])
     return gl.sum(gl.sum(x, 3), 1)
 
 
 @gluon.jit
 def _row_maximum(x, exchange):
-    """Maximum of each row, whose columns lie in eight warps: they meet once, in shared memory."""
+    """Maximum of each row, whose columns lie in eight warps that meet once, in shared memory."""
     SCORES: gl.constexpr = x.type.layout
     EVERYWHERE: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0], [0, 1], [0, 2], [0, 4]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
         [[0, 0], [0, 0], [0, 0]], [], [16, 8],
     )  # fmt: skip
-    # First what a thread has, then what its warp has.
+    # Take the maximum within a thread, then within its warp.
     x = gl.max(gl.max(gl.reshape(x, [16, x.shape[1] // (8 * _WARPS), _WARPS, 8]), 1), 2)
     exchange.store(x)
-    # A barrier belongs here, and is put here by the compiler.
+    # The exchange needs a barrier here, and the compiler inserts it.
     return gl.convert_layout(gl.max(exchange.load(EVERYWHERE), 1), gl.SliceLayout(1, SCORES))
 
 
 @gluon.jit
 def _stored_order(part, E4M3: gl.constexpr):
-    """Columns of queries in the order in which they lie in shared memory: see :func:`_query_of`."""
+    """Columns of queries in the order of shared memory, which :func:`_query_of` explains."""
     if E4M3:
         ROWS: gl.constexpr = part.shape[0]
         WIDTH: gl.constexpr = part.shape[1]
@@ -81,11 +85,11 @@ def _stored_order(part, E4M3: gl.constexpr):
 
 @gluon.jit
 def _query_of(q, OUTPUT: gl.constexpr, E4M3: gl.constexpr):
-    """Queries as an operand.
+    """Queries, loaded from shared memory as the first operand of a product.
 
-    Keys of e4m3 are four columns in a thread where an operand of 16 bits has two and two. Of
-    queries the same four would be read 8 bytes at a time and then moved; stored in the order
-    of two and two, 16 bytes are read at once, and are where they belong.
+    A thread has four neighbouring columns of an e4m3 key, where a 16-bit operand has two and then
+    two more further on. Queries in natural order would be read 8 bytes at a time and then moved.
+    They are stored in an order that lets a thread read 16 bytes at once, each where it belongs.
     """
     left = q.load(gl.DotOperandLayout(0, OUTPUT, 2))
     if E4M3:
@@ -98,7 +102,7 @@ def _query_of(q, OUTPUT: gl.constexpr, E4M3: gl.constexpr):
 
 @gluon.jit
 def _scored(left, keys, scores, E4M3: gl.constexpr):
-    """Scores, and those of some more columns: bytes become fp16 on their way."""
+    """``scores`` plus products of more columns; bytes become fp16 as they are loaded."""
     K_WIDTH: gl.constexpr = 4 if E4M3 else 2
     SCORES: gl.constexpr = scores.type.layout
     keys = keys.permute((1, 0)).load(gl.DotOperandLayout(1, SCORES, K_WIDTH)).to(left.dtype)
@@ -107,7 +111,7 @@ def _scored(left, keys, scores, E4M3: gl.constexpr):
 
 @gluon.jit
 def _values(v, HALF: gl.constexpr, RIGHT: gl.constexpr, E4M3: gl.constexpr):
-    """A tile's values in the columns of two of the output's parts: see :func:`_joined`."""
+    """Half of a tile's values as two operands, whose columns :func:`_joined` puts in order."""
     if E4M3:
         low, high = e4m3_planes(v.load(RIGHT))
     else:
@@ -121,10 +125,11 @@ def _scores_of(
     stage, kept_left, kept_rope, q_left, q_right, k_left, k_right, k_rope, OUTPUT: gl.constexpr,
     E4M3: gl.constexpr,
 ):  # fmt: skip
-    """Scores of a tile, in sums of few columns: every product of one sum waits for that before it.
+    """Scores of a tile, as two sums over columns that are added at the end.
 
-    Every warp reads queries for its keys, more bytes than keys are. Shared memory is what limits a
-    cache of e4m3, so a third of them stay in registers: all that are free.
+    Within one sum every product waits for the product before it. Every warp reads the queries for
+    its keys, which are more bytes than the keys. Shared memory is the limit with a cache of e4m3,
+    so a third of the queries' columns stay in registers; no more registers are free.
     """
     KEPT: gl.constexpr = kept_left.shape[1]
     KV_TILE: gl.constexpr = k_left.shape[1]
@@ -140,7 +145,7 @@ def _scores_of(
 
 @gluon.jit
 def _seen(scores, tile, limit, all_high):
-    """Scores of a tile, without those of keys that a row does not see."""
+    """Scores of a tile, with -inf for keys that a row does not see."""
     KV_TILE: gl.constexpr = scores.shape[1]
     if (tile + 1) * KV_TILE > all_high:
         KEYS: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
@@ -155,8 +160,10 @@ def _narrow_tile(
     k_right, k_rope, v_left, v_right, left_rows, right_rows, exchange, turned, full, empty, factor,
     limit, all_high, kv_len, RUN: gl.constexpr, STAGES: gl.constexpr, E4M3: gl.constexpr,
 ):  # fmt: skip
-    """One tile of keys: scores, online softmax, output. ``l`` is summed up by thread; of either
-    half of the output, even and odd columns are apart, or of 16 bits one and the other half.
+    """One tile of keys: scores, online softmax, output.
+
+    ``l`` has a sum for each thread. Each half of the output's columns has two accumulators: the
+    even and the odd columns with E4M3, the first and the second half of the columns otherwise.
     """
     OUTPUT: gl.constexpr = even0.type.layout
     HALF: gl.constexpr = even0.shape[1]
@@ -171,9 +178,9 @@ def _narrow_tile(
     )
     scores = _seen(scores, tile, limit, all_high)
     top = gl.maximum(m, _row_maximum(scores, exchange))
-    # A row may see nothing so far.
+    # A row that has seen no key yet has a maximum of -inf.
     base = gl.where(top == float("-inf"), 0.0, top)
-    # Not the difference of products, whose rounding error is large where scores are.
+    # Subtract before multiplying: products of large scores have large rounding errors.
     weights = gl.exp2((scores - base[:, None]) * factor[:, None])
     shrink = gl.exp2((m - base) * factor)
     own = gl.convert_layout(shrink, gl.SliceLayout(1, l.type.layout))
@@ -186,14 +193,14 @@ def _narrow_tile(
     if (live < KV_TILE) & (live % RUN != 0):
         _clear_tail(left_rows, stage, live, BOXES, KV_TILE, RUN)
         _clear_tail(right_rows, stage, live, BOXES, KV_TILE, RUN)
-        # Before other threads read them, and TMA overwrites them.
+        # The zeros must be visible before other threads read them and before TMA overwrites them.
         fence_async_shared()
         thread_barrier()
     low, high = _values(v_left.index(stage), HALF, RIGHT, E4M3)
     even0 = mma_v2(left, low, even0 * shrink)
     odd0 = mma_v2(left, high, odd0 * shrink)
     low, high = _values(v_right.index(stage), HALF, RIGHT, E4M3)
-    # All warps have read the tile.
+    # All warps must have read the tile before its stage is freed.
     thread_barrier()
     mbarrier.arrive(empty.index(stage), count=1)
     even1 = mma_v2(left, low, even1 * shrink)
@@ -207,8 +214,9 @@ def _query_part(
     GROUP: gl.constexpr, TILE_HEADS: gl.constexpr, QUERY_TOKEN: gl.constexpr,
     QUERY_HEAD: gl.constexpr,
 ):  # fmt: skip
-    """Some columns of the tile's queries, and the largest of each row; rows that are not there are
-    zeros.
+    """Some columns of the work item's queries as fp32, and the largest magnitude of each row.
+
+    Rows past the item's query tokens or heads are zeros.
     """
     LANES: gl.constexpr = min(32, WIDTH // 8)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [_WARPS, 1], [1, 0])
@@ -224,7 +232,7 @@ def _query_part(
 
 @gluon.jit
 def _scaled(part, by, DTYPE: gl.constexpr):
-    """Rows times powers of two, in the type of products."""
+    """Rows of queries times a power of two each, in the type of products."""
     by = gl.convert_layout(by, gl.SliceLayout(1, part.type.layout))
     return (part * by[:, None]).to(DTYPE)
 
@@ -235,8 +243,10 @@ def _load_queries(
     GROUP: gl.constexpr, TILE_HEADS: gl.constexpr, QUERY_TOKEN: gl.constexpr,
     QUERY_HEAD: gl.constexpr, E4M3: gl.constexpr,
 ):  # fmt: skip
-    """The tile's queries into shared memory, in the type of products; what makes up for a power of
-    two per row that brings bf16 into the range of fp16, or is 1.
+    """Copy the work item's queries to shared memory, in the type of products.
+
+    With E4M3 the type is fp16, and every row is multiplied by a power of two that brings bf16 into
+    fp16's range. Returns the factor of each row that undoes it; 1 without E4M3.
     """
     left, most = _query_part(
         query_ptr, token, count, in_group, 0, 256, GROUP, TILE_HEADS, QUERY_TOKEN, QUERY_HEAD
@@ -255,7 +265,7 @@ def _load_queries(
     else:
         down = gl.full([16], 1.0, gl.float32, SUMS)
         up = down
-    # Nobody reads the row's before it any more.
+    # All warps must have read the previous item's queries.
     thread_barrier()
     q_left.store(_stored_order(_scaled(left, down, q_left.dtype), E4M3))
     q_right.store(_stored_order(_scaled(right, down, q_left.dtype), E4M3))
@@ -266,13 +276,13 @@ def _load_queries(
 
 @gluon.jit
 def _side_by_side(left, right):
-    """Columns of one behind those of the other."""
+    """Concatenate the columns of ``left`` and ``right``."""
     return gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), [16, 2 * left.shape[1]])
 
 
 @gluon.jit
 def _joined(even0, odd0, even1, odd1, E4M3: gl.constexpr):
-    """All columns of the output in their order."""
+    """Combine the four accumulators into all columns of the output, in natural order."""
     if E4M3:
         left = gl.reshape(gl.join(even0, odd0), [16, _WIDTH // 2])
         right = gl.reshape(gl.join(even1, odd1), [16, _WIDTH // 2])
@@ -294,7 +304,7 @@ def consume_narrow(
     OUT_HEAD: gl.constexpr, LSE_TOKEN: gl.constexpr, FINISH_ROWS: gl.constexpr,
     FINISH_WIDTH: gl.constexpr, LSE: gl.constexpr, E4M3: gl.constexpr,
 ):  # fmt: skip
-    """All parts that the program takes."""
+    """Process the program's share of the plan."""
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, _WARPS], [16, 8])
     SUMS: gl.constexpr = gl.SliceLayout(1, OUTPUT)
     mask = causal_mask()
@@ -334,7 +344,8 @@ def consume_narrow(
             kept_rope = _query_of(q_rope, OUTPUT, E4M3)
             natural = up * (factor * v_factor)
             row = gl.arange(0, 16, layout=SUMS)
-            # Not one behind it: LLVM adds the one in pairs of 16 bits, which ptxas 12.8 gets wrong.
+            # Last visible key, not the key after it: LLVM would add that 1 in pairs of 16 bits,
+            # which ptxas 12.8 gets wrong.
             limit = gl.minimum(first + row // TILE_HEADS, kv_len - 1)
             all_high = gl.minimum(first + 1, kv_len)
             zero = gl.zeros([16, _WIDTH // 4], gl.float32, OUTPUT)
@@ -348,7 +359,7 @@ def consume_narrow(
             if not is_all:
                 lender = lender_of(place_of(fields, r % HEAD_LOOPS, 0), plan)
             slots = slots_of(work, lender, plan)
-            # The plan, causal as the kernel is, has no segment of which nothing is seen.
+            # The plan is causal like the kernel: every segment has a key that some row sees.
             seen = segment_of(low * SEGMENT_UNIT)
             unseen = segment_of(gl.maximum(high - 1, 0) * SEGMENT_UNIT) + 1
             unseen = gl.where(high > low, unseen, seen)
@@ -378,7 +389,7 @@ def consume_narrow(
                 else:
                     folded = fold_states(State(m=M, l=L, acc=A), state)
                     M, L, A = folded.m, folded.l, folded.acc
-            # Once more, instead of being kept in registers meanwhile.
+            # These are loaded once more instead of being kept in registers during the loop.
             token = gl.load(fields + 1)
             count = gl.load(fields + 2)
             whole = State(m=M, l=L, acc=A)

@@ -1,18 +1,23 @@
-"""Latent attention on Hopper by tiles of 16 rows: few heads, or a cache of e4m3.
+"""The narrow Hopper latent kernel: decode and verify by work items of up to 16 query rows.
 
-Products are by warp. Of 16 rows those by warp group compute 64, and their state, which is as large,
-has no place beside another. Here both are in registers, that of a segment of keys and that of all
-before it, and a row is cut, and its parts folded, as in :mod:`attn.kernels.dense.decode`: its bits
-depend on that row alone.
+It serves requests of at most 16 rows (query tokens x query heads), and requests of any size if the
+cache is e4m3 or the layer asks for batch invariance.
 
-Of e4m3 a latent row is 512 bytes of latent and 64 of rotary key, half of what is read of 16 bits.
-Bytes are widened in registers on their way into an operand, which is exact: once along columns for
-scores, once along keys for output. In shared memory, where operands of products by warp group have
-to be, widening them would cost more of its bandwidth than products leave. The scale of the cache is
-a factor of scores and of the output.
+**Products by warp.** Each warp multiplies by itself (``mma_v2``). A product of a warp group would
+compute 64 rows for 16, and its state would be as large, which leaves no room for a second state.
+Here registers hold two: the state of the current segment, and the folded state of all segments
+before it. Work items are cut and folded like those of :mod:`attn.kernels.dense.decode`, so the bits
+of a work item do not depend on the batch.
 
-A tile is 64 keys, of e4m3 128, as many bytes. Half of that took a fifth longer: shared memory is
-what limits e4m3, and queries are read from it once a tile.
+**e4m3.** A latent row of e4m3 is 512 bytes of latent and 64 bytes of rotary key, half of a 16-bit
+row. Bytes are converted exactly to fp16 in registers, on their way into an operand: once along
+columns for scores, once along keys for the output. Products of warp groups need their operands in
+shared memory, and converting them there would take more of its bandwidth than products leave. The
+scale of the cache multiplies scores and the output.
+
+**Tiles.** A tile is 64 keys of 16 bits or 128 keys of e4m3, the same number of bytes. Tiles of half
+the size took a fifth longer: shared memory is the limit with e4m3, and queries are read from it
+once a tile.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ from attn.kernels.lang.structures import causal_mask
 from attn.kernels.latent.hopper_narrow.consumer import consume_narrow
 
 _REGISTERS = tl.constexpr(40)
-"""Of the producer's thread."""
+"""Registers of a thread of the producer."""
 
 
 @gluon.jit
@@ -40,8 +45,8 @@ def produce_narrow(
     SEGMENT_UNIT: gl.constexpr, KV_TILE: gl.constexpr, RUN: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     STAGES: gl.constexpr, E4M3: gl.constexpr,
 ):  # fmt: skip
-    """A warp: latent rows of all parts that the program takes, tile after tile."""
-    # Of half a latent row; of 64 columns, which are elements or words of two.
+    """Load the latent rows of the program's share, tile after tile; one warp runs this."""
+    # Boxes of half a latent row. A box has 64 columns: elements, or words of two e4m3.
     BOXES: gl.constexpr = 2 if E4M3 else 4
     ROW_BYTES: gl.constexpr = 576 if E4M3 else 1152
     RUNS: gl.constexpr = KV_TILE // RUN
@@ -52,19 +57,19 @@ def produce_narrow(
     for r in range(first_row, past_row):
         work = load_work_item(r, 0, mine, fields, begin, mask, KV_TILE, SEGMENT_UNIT)
         start, low, high, kv_len = work.start, work.low, work.high, work.kv_len
-        # A table has fewer than 2^31 entries.
+        # A block table has fewer than 2^31 entries, so that 32 bits hold the offset.
         table = table_ptr + work.req * table_row
         pages = pages_of(table, low, start, kv_len, KV_TILE, RUN, BLOCK_SIZE)
         for tile in range(low, high):
             stage = turn % STAGES
-            # A tile ahead; past the last of the part it is not used.
+            # Page ids are loaded one tile ahead; those past the part's last tile are not used.
             after = gl.minimum(tile + 1, high - 1)
             ahead = pages_of(table, after, start, kv_len, KV_TILE, RUN, BLOCK_SIZE)
             # A fresh barrier lets parity 1 pass at once.
             mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
             mbarrier.expect(full.index(stage), KV_TILE * ROW_BYTES)
             for i in range(RUNS):
-                # Outside the cache a box is zeros.
+                # Page -1 is outside the cache, where TMA fills a box with zeros.
                 page = gl.max(gl.where(run == i, pages, -1), 0)
                 within = (tile * KV_TILE + i * RUN) % BLOCK_SIZE
                 async_load(
@@ -131,17 +136,20 @@ def hopper_mla_narrow_kernel(
     LSE: gl.constexpr,
     E4M3: gl.constexpr,
 ):
-    """Attention of the plan's rows; grid ``(groups * HEADS,)``, eight warps and one.
+    """Attention of the plan's work items; grid ``(groups * HEADS,)``, eight consumer warps and one
+    producer warp.
 
-    Descriptors: latent rows ``[N, BLOCK_SIZE, 576]`` in boxes of RUN tokens and 64 columns; with
-    E4M3 ``[N, BLOCK_SIZE, 288]`` int16 words of two elements, in boxes of RUN tokens and 64 words,
-    and of 32 words for the rotary part. Query ``[T, H, 576]``, out
-    ``[T, H, 512]``, LSE ``[T, H]``, ``k_scale`` a scalar; the rest as in
+    Query is ``[T, H, 576]``, out ``[T, H, 512]``, LSE ``[T, H]`` fp32, ``k_scale`` an fp32 scalar.
+    The descriptors are of latent rows ``[N, BLOCK_SIZE, 576]`` in boxes of RUN tokens and 64
+    columns. With E4M3 they are of ``[N, BLOCK_SIZE, 288]`` int16 words of two elements, in boxes of
+    RUN tokens and 64 words, or 32 words for the rotary part.
+
+    Names and meaning of the other arguments are those of
     :func:`attn.kernels.dense.decode.decode_kernel`.
     """
     RUNS: gl.constexpr = KV_TILE // RUN
     BOXES: gl.constexpr = 2 if E4M3 else 4
-    # Of keys as they are multiplied, and of values as they are loaded.
+    # KEY is the type of keys in shared memory, COMPUTE the type of products.
     KEY: gl.constexpr = gl.float8e4nv if E4M3 else k_desc.dtype
     COMPUTE: gl.constexpr = gl.float16 if E4M3 else k_desc.dtype
     BITS: gl.constexpr = 8 if E4M3 else 16
@@ -152,7 +160,7 @@ def hopper_mla_narrow_kernel(
     VALUES: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    # What TMA writes, boxes; and the same bytes as tiles of keys, of values, and as rows.
+    # TMA writes boxes. The same bytes are also seen as tiles of keys, tiles of values, and rows.
     WORD: gl.constexpr = k_desc.dtype
     left_boxes = gl.allocate_shared_memory(WORD, [STAGES * BOXES * RUNS, 1, RUN, 64], WIDE)
     right_boxes = gl.allocate_shared_memory(WORD, [STAGES * BOXES * RUNS, 1, RUN, 64], WIDE)
@@ -170,7 +178,7 @@ def hopper_mla_narrow_kernel(
     q_left = gl.allocate_shared_memory(COMPUTE, [16, 256], QUERY)
     q_right = gl.allocate_shared_memory(COMPUTE, [16, 256], QUERY)
     q_rope = gl.allocate_shared_memory(COMPUTE, [16, 64], QUERY)
-    # Where warps meet: maxima of rows, and weights on their way to being an operand.
+    # Warps exchange the maxima of rows here, and weights on their way to being an operand.
     exchange = gl.allocate_shared_memory(
         gl.float32, [16, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     )
@@ -181,7 +189,7 @@ def hopper_mla_narrow_kernel(
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
         mbarrier.init(empty.index(s), count=1)
-    # TMA sees barriers by another way than threads do.
+    # TMA sees memory through another proxy than threads do: make the barriers visible to it.
     fence_async_shared()
     wait_for_kernels_before()
     gl.warp_specialize(

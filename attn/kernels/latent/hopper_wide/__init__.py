@@ -1,1 +1,1 @@
-"""The Hopper kernel of latent decodes with more than 16 query rows per request."""
+"""The Hopper kernel of latent decodes by tiles of 64 query rows."""

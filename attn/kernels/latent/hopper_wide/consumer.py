@@ -1,8 +1,10 @@
-"""The consumers of latent attention: two warp groups, each with half of the output's columns.
+"""The consumers of the wide Hopper latent kernel: two warp groups, each with half of the columns.
 
-A tile is two blocks of 64 keys. Warp group 0 has the scores of the first block, warp group 1 those
-of the second; weights and the running maximum go from 0 to 1 and back to 0, so that one frame
-serves both halves of the output, and one buffer both blocks' weights: their turns alternate.
+A tile is two blocks of 64 keys. Warp group 0 computes the scores of block 0, warp group 1 the
+scores of block 1. Each then multiplies the weights of both blocks with its half of the output's
+columns, so the groups exchange weights P and running maximum m through shared memory: from 0 to 1,
+and back from 1 to 0. The two halves of the output thus always refer to the same maximum. Since the
+groups take turns, one buffer holds the weights of either block.
 
     0:  output += P1 V1 (of the tile before); scores of block 0; softmax; P0, m; output += P0 V0
     1:  scores of block 1; takes P0, m; output += P0 V0, softmax under it; P1, m; output += P1 V1
@@ -34,16 +36,18 @@ _TILE = tl.constexpr(128)
 
 @gluon.jit
 def _clear_tail(rows, z, live, W: gl.constexpr, RUN: gl.constexpr):
-    """Zero a block's values from ``live`` to the end of its run: nobody wrote them, they may be
-    NaN. ``rows`` is the half of the values as rows of a box; pages without live slots are zeros
-    already. How the columns of a row are swizzled does not matter to zeros.
+    """Zero a block's values from key ``live`` to the end of its run of RUN keys.
+
+    No request wrote those slots, so they may hold NaN, and zero times NaN is NaN. Pages without
+    live slots are zeros already. ``rows`` is the warp group's half of the values, seen as rows of
+    boxes; the swizzle of a row's columns does not matter to zeros.
     """
     if (live > 0) & (live < BLOCK) & (live % RUN != 0):
         zeros = gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
         for row in range(live, (live // RUN + 1) * RUN):
             for i in gl.static_range(4):
                 rows.index(z + (4 * W + i) * BLOCK + row).store(zeros)
-        # Before products read them, and TMA overwrites them.
+        # The zeros must be visible before products read them and before TMA overwrites them.
         fence_async_shared()
         thread_barrier()
 
@@ -52,7 +56,7 @@ def _clear_tail(rows, z, live, W: gl.constexpr, RUN: gl.constexpr):
 def _scores(
     z, phase, q, q_rope, left, right, rope, full, W: gl.constexpr, SCORES: gl.constexpr
 ):  # fmt: skip
-    """Ask for the scores of the warp group's block, as far as its keys come first."""
+    """Start the block's score products over the columns that arrive first: rope and left half."""
     zero = gl.zeros([64, 64], gl.float32, SCORES)
     mbarrier.wait(full.index(W), phase)
     keys = rope.index(z + W).permute((1, 0))
@@ -65,7 +69,7 @@ def _scores(
 def _all_scores(
     s, z, phase, tile, q, right, full, limit, all_high, W: gl.constexpr, SCORES: gl.constexpr
 ):  # fmt: skip
-    """The rest of them; -inf where a row does not see the key."""
+    """Complete the scores with the right half of keys; -inf where a row does not see the key."""
     mbarrier.wait(full.index(4 + W), phase)
     s = warpgroup_mma(q.index(z + 1), right.index(z + W).permute((1, 0)), s, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
@@ -77,7 +81,7 @@ def _all_scores(
 
 @gluon.jit
 def _publish(weights, m, p, m_of, ready, empty, W: gl.constexpr):
-    """Weights and maximum for the other warp group; and the rope part of the keys is free."""
+    """Hand weights and maximum to the other warp group, and free the rope part of the keys."""
     p.store(weights)
     m_of.store(m)
     fence_async_shared()
@@ -91,7 +95,7 @@ def _take_second(
     z, turn, tile, m, l, o, p, m_second, left, left_rows, ready, kv_len, RUN: gl.constexpr,
     SCORES: gl.constexpr,
 ):  # fmt: skip
-    """Warp group 0: takes maximum and weights, and asks for these times the second block."""
+    """Warp group 0 takes block 1's maximum and weights, and starts their product with values."""
     mbarrier.wait(ready.index(1), turn & 1)
     top = m_second.load(gl.SliceLayout(1, SCORES))
     shrink = gl.exp2(m - base_of(top))
@@ -106,7 +110,7 @@ def _first_block(
     empty, ready, factor, limit, all_high, kv_len, IS_FIRST: gl.constexpr, RUN: gl.constexpr,
     DTYPE: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
-    """Warp group 0's part of a tile."""
+    """Process one tile in warp group 0, which has the scores of the first block."""
     OUTPUT: gl.constexpr = o.type.layout
     z = opaque_zero()
     phase = turn & 1
@@ -116,12 +120,12 @@ def _first_block(
         )
     s = _scores(z, phase, q, q_rope, left, right, rope, full, 0, SCORES)
     if not IS_FIRST:
-        # All but the two that were asked for since.
+        # Wait for all products but the two of scores that were started since.
         o = warpgroup_mma_wait(2, deps=[o])
         thread_barrier()
         mbarrier.arrive(empty.index(3), count=1)
     s = _all_scores(s, z, phase, tile, q, right, full, limit, all_high, 0, SCORES)
-    # In units of log 2 and rounded once: differences of maxima are then exact where it counts.
+    # Maxima are in units of log 2 and rounded once, so that differences of two are nearly exact.
     top = gl.maximum(m, gl.max(s, 1) * factor)
     base = base_of(top)
     weights = gl.exp2(s * factor - base[:, None])
@@ -144,7 +148,7 @@ def _take_first(
     z, turn, tile, m, o, p, m_first, right, right_rows, ready, kv_len, RUN: gl.constexpr,
     SCORES: gl.constexpr,
 ):  # fmt: skip
-    """Warp group 1: takes maximum and weights, and asks for these times the first block."""
+    """Warp group 1 takes block 0's maximum and weights, and starts their product with values."""
     mbarrier.wait(ready.index(0), turn & 1)
     top = m_first.load(gl.SliceLayout(1, SCORES))
     shrink = gl.exp2(m - base_of(top))
@@ -159,8 +163,10 @@ def _second_block(
     empty, ready, factor, limit, all_high, kv_len, EARLY: gl.constexpr, RUN: gl.constexpr,
     DTYPE: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
-    """Warp group 1's part of a tile. EARLY frees half of the first block while the second comes:
-    better where memory is the limit, worse where products are.
+    """Process one tile in warp group 1, which has the scores of the second block.
+
+    EARLY frees half of the first block while the second block is still arriving. That is better
+    where memory is the limit, and worse where products are.
     """
     OUTPUT: gl.constexpr = o.type.layout
     z = opaque_zero()
@@ -181,13 +187,13 @@ def _second_block(
         )
     top = gl.maximum(first, own)
     base = base_of(top)
-    # Under the product, unless EARLY.
+    # Unless EARLY, this runs while the product with the first block does.
     weights = gl.exp2(s * factor - base[:, None])
     again = gl.exp2(first - base)
     l = l * (shrink * again) + gl.sum(weights, 1)
     narrow = weights.to(DTYPE)
     if not EARLY:
-        # The weights' place is free only now.
+        # The product with the first block reads the weights' buffer, which is free only now.
         o = warpgroup_mma_wait(0, deps=[o])
     _publish(narrow, top, p.index(0), m_second, ready, empty, 1)
     if not EARLY:
@@ -208,8 +214,10 @@ def _load_queries(
     GROUP: gl.constexpr, TILE_HEADS: gl.constexpr, QUERY_TOKEN: gl.constexpr,
     QUERY_HEAD: gl.constexpr,
 ):  # fmt: skip
-    """The tile's queries into shared memory: each warp group brings its half. The other has no
-    products of the row's before it under way: both have met since.
+    """Copy the queries of a work item to shared memory; each warp group copies its half.
+
+    No product still reads the previous item's queries: the groups met after its last product, when
+    they exchanged their sums.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
 
@@ -239,14 +247,14 @@ def consume_latents(
     QUERY_TOKEN: gl.constexpr, QUERY_HEAD: gl.constexpr, OUT_TOKEN: gl.constexpr,
     OUT_HEAD: gl.constexpr, LSE_TOKEN: gl.constexpr, EARLY: gl.constexpr, LSE: gl.constexpr,
 ):  # fmt: skip
-    """All parts that the program takes, in warp group W's columns."""
+    """Process the program's share of the plan in warp group W's half of the output's columns."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     USED: gl.constexpr = TILE_HEADS * QUERY_TOKENS
     WRITES_LSE: gl.constexpr = LSE and W == 0
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    # The bytes of the boxes, as tiles that products read; and as rows, to clear a tail.
+    # Views of the boxes: as tiles that products read, and as rows, to clear a tail.
     q = reinterpret(q_boxes, DTYPE, [2, 64, 256], LAYOUT)
     left = reinterpret(left_boxes, DTYPE, [2, 64, 256], LAYOUT)
     right = reinterpret(right_boxes, DTYPE, [2, 64, 256], LAYOUT)
@@ -262,7 +270,8 @@ def consume_latents(
         end, _, kv_len, first, high = cut_at(r, mine, fields, begin)
         in_group = ((r % HEAD_LOOPS) * HEADS + gl.program_id(0) % HEADS) * TILE_HEADS
         row = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
-        # Not one behind it: LLVM adds that one in pairs of 16 bits, which ptxas 12.8 gets wrong.
+        # Last visible key, not the key after it: LLVM would add that 1 in pairs of 16 bits, which
+        # ptxas 12.8 gets wrong.
         limit = gl.minimum(first + row // TILE_HEADS, kv_len - 1)
         all_high = gl.minimum(first + 1, kv_len)
         m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
@@ -302,7 +311,7 @@ def consume_latents(
                         DTYPE, SCORES,
                     )  # fmt: skip
                     turn += 1
-            # Each has the sum over its own blocks, in the same frame.
+            # Each warp group has the sum over its own blocks; both refer to the same maximum.
             sums_of.index(W).store(l)
             thread_barrier()
             mbarrier.arrive(ready.index(2 + W), count=1)
@@ -312,10 +321,11 @@ def consume_latents(
         most = gl.convert_layout(m, gl.SliceLayout(1, OUTPUT))
         sums = gl.convert_layout(l, gl.SliceLayout(1, OUTPUT))
         if (begin == 0) & (end == gl.load(fields + 6)):
-            # Loaded once more, instead of being kept in registers meanwhile.
+            # These are loaded once more instead of being kept in registers during the loop.
             count = gl.load(fields + 2)
             token = gl.load(fields + 1)
-            # By few instructions, which are run once for a row, and waited for as they come.
+            # This runs once for a work item and waits for its instructions to be fetched, so the
+            # code is kept short.
             some = most > float("-inf")
             if WRITES_LSE:
                 place = gl.arange(0, 64, layout=gl.SliceLayout(1, OUTPUT)) + opaque_zero()
@@ -332,7 +342,8 @@ def consume_latents(
             at = (token + place // TILE_HEADS).to(gl.int64) * OUT_TOKEN + head * OUT_HEAD
             store_side_by_side(out, at, wanted, W * HALF, out_ptr)
         else:
-            # Of a row that goes on behind the program, and of one that another began.
+            # A program has two slots: the first for an item that another program began, the second
+            # for an item that goes on in another program.
             slot = 2 * gl.program_id(0) + (begin == 0).to(gl.int32)
             store_part(states_ptr, sums_ptr, slot, most, sums, o, opaque_zero(), W, USED)
         begin = 0

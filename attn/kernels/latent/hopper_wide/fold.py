@@ -1,8 +1,9 @@
-"""The parts of latent attention's cut rows, folded: a kernel behind the one that computed them.
+"""The kernel that folds the states of work items which the wide Hopper latent kernel cut.
 
-A row of one request may be cut into as many parts as there are programs, each with a state of up to
-128 KiB. By whom comes last they would be read one after the other, in one multiprocessor; here
-every program folds a few query rows, and those of all cut rows are under way at once.
+It runs after that kernel. A work item may be cut into as many parts as there are programs, and each
+part has a state of up to 128 KiB. If the last program to arrive folded them, one multiprocessor
+would read all of them in turn. Here every program folds a few query rows, so that the states of all
+cut items are read at once, by all multiprocessors.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from builders.splitkv.record import (
 _FIELDS = tl.constexpr(ROW_FIELDS)
 _WIDTH = tl.constexpr(512)
 _UNDER_WAY = tl.constexpr(4)
-"""Parts whose states are asked for before one of them is folded."""
+"""Parts whose states are loaded before the first of them is folded."""
 
 
 @triton.jit
 def _load_part(states_ptr, part, parts, slot, at, mine, sums_ptr, USED: tl.constexpr):
-    """Maxima and outputs of a part's rows; past the last part nothing."""
+    """Maxima and outputs of a part's query rows; -inf and zeros past the last part."""
     column = tl.arange(0, _WIDTH)
     wanted = mine & (part < parts)
     slot = slot.to(tl.int64)
@@ -60,13 +61,14 @@ def fold_cuts_kernel(
     LSE: tl.constexpr,
     WAITS: tl.constexpr,
 ):
-    """Output and LSE of rows that are cut; grid ``(groups * HEADS * slices of SLICE rows,)``.
+    """Write output and LSE of work items that are cut; grid ``(groups * HEADS * slices,)``.
 
-    At the first cut of a row, between the shares of groups ``c`` and ``c + 1``, a program folds the
-    last state of group ``c`` and the first ones of all groups after it that begin within the row,
-    in this order. Plan, states and sums are those of
-    :func:`attn.kernels.latent.hopper_wide.kernel.hopper_mla_kernel`; GROUPS: a power of two, not
-    below ``groups``.
+    A slice is SLICE query rows. Program share ``c`` acts if it has the first cut of an item, at its
+    end. It folds, in this order, the last state of share ``c`` and the first state of every later
+    share that begins within the item.
+
+    :func:`attn.kernels.latent.hopper_wide.kernel.hopper_mla_kernel` wrote the states and sums, by
+    the same plan. GROUPS is a power of two, at least ``groups``.
     """
     if WAITS:
         gdc_wait()

@@ -1,19 +1,19 @@
-"""Latent attention on Hopper: decode and verify over a cache of 512 latent and 64 rotary columns.
+"""The wide Hopper latent kernel: decode and verify over rows of 512 latent and 64 rotary columns.
 
-Rows of 64 (query tokens x query heads) go through two warp groups that multiply, each with half of
-the output's columns; a latent row is read once, as the key and, in its first 512 columns, as the
-value.
+A work item is up to 64 query rows (query tokens x query heads). Two consumer warp groups multiply,
+each with half of the output's columns. A row of the cache is read once: all of it is the key, and
+its first 512 columns are the value.
 
-Every program takes as many tiles of keys as any other, and rows are cut wherever that leads: a
-state is 128 KiB, all that registers hold, and one for every few hundred keys, kept apart so that a
-row's bits did not depend on its batch, cost a quarter of the time on an H200. So a program has at
-most two parts of rows, its first and its last, and what it has of them is folded by another kernel,
-:mod:`attn.kernels.latent.hopper_wide.fold`: whoever came last would fold the parts of a row by
-itself. The bits of a batch are those of its lengths, in every launch.
+**Cuts.** Every program takes the same number of key tiles, and a work item is cut wherever that
+falls. The state of 64 query rows is 128 KiB, all that registers hold. Keeping one such state for
+every few hundred keys, so that a request's bits do not depend on its batch, took a quarter of the
+time on an H200. Instead a program has at most two incomplete items, its first and its last. Another
+kernel, :mod:`attn.kernels.latent.hopper_wide.fold`, folds their states. The result depends on the
+lengths in the batch, and is the same in every launch.
 
-No page is read of which no row of the tile sees a key: its place is filled with zeros by a box
-outside the cache. Slots past the end of the request share a page with live ones and may hold
-anything; as values they are overwritten with zeros, since zero times NaN is NaN.
+**Dead keys.** A page is not read if no query row sees a key of it; TMA fills its place with zeros,
+by a box outside the cache. Slots past the end of a request share a page with live slots and may
+hold anything. As values they are overwritten with zeros, since zero times NaN is NaN.
 """
 
 from __future__ import annotations
@@ -65,13 +65,15 @@ def hopper_mla_kernel(
     PREFETCH: gl.constexpr,
     LSE: gl.constexpr,
 ):
-    """Attention of the plan's rows, and states of those that are cut; grid ``(groups * HEADS,)``.
+    """Attention of the plan's work items, and states of those cut; grid ``(groups * HEADS,)``.
 
-    Descriptor: latent rows ``[N, BLOCK_SIZE, 576]`` in boxes of RUN tokens and 64 columns; the same
-    by its address, for prefetches. Query ``[T, H, 576]``, out ``[T, H, 512]``, LSE ``[T, H]``;
-    rows and shares of the plan. Of each program two states fp32 ``[TILE_HEADS * QUERY_TOKENS,
-    512]``: of a row that another program began, and of one that goes on in another; sums
-    ``[2, TILE_HEADS * QUERY_TOKENS]`` of each, maximum (in units of log 2) and sum.
+    ``k_desc`` describes latent rows ``[N, BLOCK_SIZE, 576]`` in boxes of RUN tokens and 64 columns;
+    ``cache_ptr`` is their address, for prefetches. Query is ``[T, H, 576]``, out ``[T, H, 512]``,
+    LSE ``[T, H]``; rows and shares are tensors of the plan.
+
+    A program has two states, fp32 ``[TILE_HEADS * QUERY_TOKENS, 512]``: first of a work item that
+    another program began, then of an item that goes on in another program. The sums of a state are
+    ``[2, TILE_HEADS * QUERY_TOKENS]``: maxima in units of log 2, and sums.
     """
     DTYPE: gl.constexpr = k_desc.dtype
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -80,26 +82,26 @@ def hopper_mla_kernel(
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     RUNS: gl.constexpr = 64 // RUN
     factor = scale * LOG2E
-    # Registers of warp group 1 and of the producer: the rest is warp group 0's. Triton 3.9 keeps
-    # more in warp group 1 where EARLY does not bind it.
+    # Registers of warp group 1 and of the producer; warp group 0 has the rest. Without EARLY,
+    # Triton 3.9 keeps more values in warp group 1.
     SECOND: gl.constexpr = 224 if EARLY else 248
     PRODUCER: gl.constexpr = 56 if EARLY else 40
-    # Of each pair of blocks: left half, right half, rope.
+    # Both blocks of a tile of keys: left half of the latents, right half, rope.
     left_boxes = gl.allocate_shared_memory(DTYPE, [8 * RUNS, 1, RUN, 64], STAGES)
     right_boxes = gl.allocate_shared_memory(DTYPE, [8 * RUNS, 1, RUN, 64], STAGES)
     rope_boxes = gl.allocate_shared_memory(DTYPE, [2 * RUNS, 1, RUN, 64], STAGES)
-    # Left half, right half; rope apart, so that the halves are all of an allocation: as such, and
-    # no other way, Triton 3.8 reads it as tiles.
+    # Queries: left half and right half in one allocation, rope in another. Triton 3.8 can read an
+    # allocation as tiles only if the tiles are all of it.
     q_boxes = gl.allocate_shared_memory(DTYPE, [8, 64, 64], LAYOUT)
     q_rope = gl.allocate_shared_memory(DTYPE, [1, 64, 64], LAYOUT)
     p = gl.allocate_shared_memory(DTYPE, [1, 64, 64], LAYOUT)
     m_first = gl.allocate_shared_memory(gl.float32, [64], FLAT)
     m_second = gl.allocate_shared_memory(gl.float32, [64], FLAT)
     sums_of = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
-    # Of each pair: rope, left and right half of both blocks.
+    # A barrier for each part of a block: 0 and 1 rope, 2 and 3 left half, 4 and 5 right half.
     full = gl.allocate_shared_memory(gl.int64, [6, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [6, 1], BARRIER)
-    # Weights of either block, sums of either warp group.
+    # 0 and 1: the weights of either block are stored. 2 and 3: the sums of either warp group are.
     ready = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
     loaded = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
     for i in gl.static_range(6):
@@ -108,7 +110,7 @@ def hopper_mla_kernel(
     for i in gl.static_range(4):
         mbarrier.init(ready.index(i), count=1)
     mbarrier.init(loaded.index(0), count=2)
-    # TMA sees barriers by another way than threads do.
+    # TMA sees memory through another proxy than threads do: make the barriers visible to it.
     fence_async_shared()
     wait_for_kernels_before()
     gl.warp_specialize(

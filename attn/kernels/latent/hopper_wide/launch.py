@@ -1,4 +1,4 @@
-"""Launches of the latent attention kernel for Hopper."""
+"""The launcher of the Hopper latent kernels, wide and narrow."""
 
 from __future__ import annotations
 
@@ -22,25 +22,32 @@ if TYPE_CHECKING:
     from builders.dense.record import TritonAttentionMetadata
 
 FINISH_CELLS = 2048
-"""Cells of a state of 16 rows that whoever finishes a row folds at a time."""
+"""Elements of a state that the program which finishes a work item folds at a time."""
 SLICE = 4
-"""Rows that a program folds of a row of the plan that is cut."""
+"""Query rows of a cut work item that one program folds."""
 _WIDTH = 512
 
 
 def check_serves(
     layer: DenseLayer, plan: SplitPlan, step: TritonAttentionMetadata, tensors: DenseTensors
 ) -> None:
-    """The kernel serves a step of a layer as it was planned: no other takes over such a plan.
+    """Check that the Hopper kernel serves a step as planned; no other kernel can run such a plan.
+
+    Args:
+        layer: the constants of the layer.
+        plan: the plan of the step, made for the Hopper kernel.
+        step: the builder's record.
+        tensors: the tensors of the forward.
 
     Raises:
-        ValueError: it does not.
+        ValueError: the kernel does not serve it.
     """
     assert plan.hopper is not None
     shape, block_size, asks = asked(layer, step, tensors)
-    # Where few rows would be enough, this changes nothing.
+    # A plan that cuts items freely (the wide kernel's) was not asked to be batch invariant. Few
+    # query rows get the narrow kernel either way.
     asks = replace(asks, batch_invariant=not plan.is_free)
-    # A tile has all the tokens that it was asked for, or as many as there is room for.
+    # A tile has all the query tokens that were asked for, or as many as fit.
     tokens, wanted = plan.tile.query_tokens, DecodeKernel.HOPPER
     tile, _ = latent_kernel_of(shape, DeviceKind.SM90, block_size, tokens, asks, wanted)
     is_planned(tile, plan.hopper, True)
@@ -59,12 +66,12 @@ def check_serves(
 
 
 class HopperLatentLauncher(HopperVariants[SplitPlan]):
-    """The decode launches of one latent layer; none is left to the plain kernel."""
+    """The Hopper decode launches of one latent layer; no step falls back to the portable kernel."""
 
     def __init__(self, layer: DenseLayer) -> None:
         """
         Args:
-            layer: what never changes.
+            layer: the constants of the layer.
         """
         super().__init__(layer)
         self._folds: dict[Launcher, Launcher] = {}
@@ -78,16 +85,18 @@ class HopperLatentLauncher(HopperVariants[SplitPlan]):
         key: tuple[Any, ...],
         check: Callable[[], Mapping[str, Any]],
     ) -> tuple[Launch, ...]:
-        """The launches of a step in their order: the kernel that attends, and the fold of its cuts
-        where rows are cut between any two tiles.
+        """The launches of a step in their order.
+
+        The first is the kernel that attends. Where the plan cuts work items between any two tiles
+        (the wide kernel), the kernel that folds the cuts follows.
 
         Args:
-            plan: the builder's, like all that follow: see :meth:`HopperVariants.bind`.
-            step: see there.
-            tensors: see there.
-            varying: see there.
-            key: see there.
-            check: see there.
+            plan: the plan of the step.
+            step: the builder's record.
+            tensors: the tensors of the forward.
+            varying: arguments that differ from call to call, by name.
+            key: the variant key of the tensors.
+            check: checks the arguments and gives the plan's constants; called once per variant.
 
         Raises:
             ValueError: the kernel does not serve the layer.
@@ -119,7 +128,7 @@ class HopperLatentLauncher(HopperVariants[SplitPlan]):
         if plan.is_free:
             varying["cache_ptr"] = rows
         else:
-            # Words of two elements, 32 of them the rotary part; or elements.
+            # The rotary part of e4m3 rows is 32 words of two elements; else it is 64 elements.
             words = COLUMNS // 2 if self._layer.cache_dtype.is_quantized else COLUMNS
             rope = (1, plan.hopper.run, words)
             varying["rope_desc"] = self._descriptors.of("rope", rows, rope)
@@ -152,9 +161,9 @@ class HopperLatentLauncher(HopperVariants[SplitPlan]):
         if plan.is_free:
             fixed |= {
                 "cache_block": rows.stride(0),
-                # One program reads a row's keys, and memory is the limit; or several do, and
-                # products are: then half of a block is not freed early, and the next tile is asked
-                # into L2.
+                # With one head tile, one program reads a work item's keys, and memory is the limit:
+                # half of a block is freed early. With several, products are the limit: nothing is
+                # freed early, and the programs prefetch the next tile into L2.
                 "EARLY": plan.tile.head_tiles == 1,
                 "PREFETCH": plan.heads > 1 and rows.stride(1) == rows.shape[-1],
             }
@@ -175,7 +184,7 @@ class HopperLatentLauncher(HopperVariants[SplitPlan]):
 
 
 def _new_fold(plan: SplitPlan, attends: Launcher, tensors: DenseTensors) -> Launcher:
-    """The fold behind launches of a kernel that attends."""
+    """The launcher of the fold that runs after ``attends``, with the constants they share."""
     shared = ("HEADS", "HEAD_LOOPS", "GROUP", "TILE_HEADS", "QUERY_TOKENS", *_OUTPUTS)
     fixed = {name: attends.arguments[name] for name in shared}
     fixed |= {

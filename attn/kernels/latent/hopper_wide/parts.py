@@ -1,4 +1,4 @@
-"""The parts of rows that a program of latent attention takes, and how their states are stored."""
+"""The parts of work items that a program of the wide latent kernel has, and where states go."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from triton.experimental.gluon import language as gl
 from attn.kernels.dense.hopper_prefill.scheduler import wide
 
 BLOCK = tl.constexpr(64)
-"""Keys of a block, two of which are a tile; rows of a tile too."""
+"""Keys of a block, and query rows of a work item; two blocks are a tile of keys."""
 HALF = tl.constexpr(256)
-"""Columns of the output that a warp group has."""
+"""Columns of the output that one warp group computes."""
 
 
 @gluon.jit
 def cut_at(r, mine, fields, begin):
-    """A row's tiles ``[begin, end)``: cut anywhere, and counted from its first key.
+    """The program's tiles ``[begin, end)`` of work item ``r``, counted from its first key.
 
-    Returns ``end``; request, KV length, position of the first query; and the end of the tiles of
-    which a query sees a key, at ``begin`` or before if there are none.
+    Returns ``end``; request; KV length; position of the first query; and the end of the tiles of
+    which some query sees a key. That end is ``begin`` or less if there are none.
     """
     kv_len = gl.load(fields + 3)
     first = gl.load(fields + 4)
@@ -33,9 +33,10 @@ def cut_at(r, mine, fields, begin):
 def store_part(
     states_ptr, sums_ptr, slot, m, l, o, zero, W: gl.constexpr, USED: gl.constexpr
 ):  # fmt: skip
-    """The state of a part of a row, for
-    :func:`attn.kernels.latent.hopper_wide.fold.fold_cuts_kernel`: the warp group's columns of the
-    output, and from one of them maximum and sum.
+    """Store the state of a part of a work item, for
+    :func:`attn.kernels.latent.hopper_wide.fold.fold_cuts_kernel`.
+
+    Each warp group stores its columns of the output; group 0 also stores maxima and sums.
     """
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, o.type.layout)) + zero
     column = gl.arange(0, HALF, layout=gl.SliceLayout(0, o.type.layout))

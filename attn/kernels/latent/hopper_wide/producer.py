@@ -1,4 +1,4 @@
-"""The producer of latent attention: a warp that asks TMA for latent rows, once for all products."""
+"""The producer of the wide Hopper latent kernel: a warp that loads each latent row once, by TMA."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attn.kernels.latent.hopper_wide.parts import BLOCK, cut_at
 
 @gluon.jit
 def prefetch_l2(ptr, nbytes):
-    """Ask for so many bytes into the L2 cache, once for all lanes."""
+    """Prefetch ``nbytes`` from ``ptr`` on into the L2 cache; one lane of the warp asks."""
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 l; mov.u32 l, %laneid; setp.eq.s32 p, l, 0; "
         "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
@@ -29,14 +29,14 @@ def _load_block(
     desc, pages, tile, turn, full, empty, boxes, COLUMN: gl.constexpr, PARTS: gl.constexpr,
     PLACE: gl.constexpr, BLOCK_OF: gl.constexpr, RUN: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Some columns of one of a tile's two blocks, which has its stage to itself."""
+    """Load some columns of one of a tile's two blocks; each block has a buffer of its own."""
     RUNS: gl.constexpr = BLOCK // RUN
     run = gl.arange(0, 2 * RUNS, layout=gl.BlockedLayout([2 * RUNS], [32], [1], [0]))
     # A fresh barrier lets parity 1 pass at once.
     mbarrier.wait(empty.index(PLACE + BLOCK_OF), (turn & 1) ^ 1)
     mbarrier.expect(full.index(PLACE + BLOCK_OF), PARTS * BLOCK * 128)
     for i in range(RUNS):
-        # Outside the cache a box is zeros.
+        # Page -1 is outside the cache, where TMA fills a box with zeros.
         page = gl.max(gl.where(run == BLOCK_OF * RUNS + i, pages, -1), 0)
         within = (tile * (2 * BLOCK) + (BLOCK_OF * RUNS + i) * RUN) % BLOCK_SIZE
         for part in gl.static_range(PARTS):
@@ -53,7 +53,7 @@ def _prefetch(
     cache_ptr, pages, tile, lane, cache_block, HEADS: gl.constexpr, BLOCK_OF: gl.constexpr,
     RUN: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """A block of the tile after this one, of which every head tile brings a share."""
+    """Prefetch a block of the next tile into L2; the program of each head tile asks for a share."""
     RUNS: gl.constexpr = BLOCK // RUN
     SHARE: gl.constexpr = RUN * 576 // HEADS
     run = gl.arange(0, 2 * RUNS, layout=gl.BlockedLayout([2 * RUNS], [32], [1], [0]))
@@ -73,19 +73,21 @@ def produce_latents(
     shares_ptr, table_row, cache_block, HEADS: gl.constexpr, HEAD_LOOPS: gl.constexpr,
     RUN: gl.constexpr, BLOCK_SIZE: gl.constexpr, PREFETCH: gl.constexpr,
 ):  # fmt: skip
-    """Latent rows of all parts that the program takes, tile after tile: of each of its two blocks
-    the rope, the left and the right half, as they are wanted.
+    """Load the latent rows of the program's share, tile after tile.
+
+    Each of a tile's two blocks comes in the order in which consumers need it: rope, left half,
+    right half.
     """
     TILE: gl.constexpr = 2 * BLOCK
     first_row, begin, past_row, mine, fields = share_at(shares_ptr, HEADS)
     turn = 0
     for r in range(first_row, past_row):
         _, req, kv_len, _, high = cut_at(r, mine, fields, begin)
-        # A table has fewer than 2^31 entries.
+        # A block table has fewer than 2^31 entries, so that 32 bits hold the offset.
         table = table_ptr + req * table_row
         pages = pages_of(table, begin, 0, kv_len, TILE, RUN, BLOCK_SIZE)
         for tile in range(begin, high):
-            # A tile ahead; past the last of the part it is not used.
+            # Page ids are loaded one tile ahead; those past the part's last tile are not used.
             after = gl.minimum(tile + 1, high - 1)
             ahead = pages_of(table, after, 0, kv_len, TILE, RUN, BLOCK_SIZE)
             for block in gl.static_range(2):

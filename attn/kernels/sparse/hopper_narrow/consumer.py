@@ -1,15 +1,17 @@
-"""The warp groups that multiply in sparse latent attention of few heads on Hopper.
+"""The consumers of the narrow Hopper sparse kernel: two warp groups that take every other tile.
 
-For scores a warp has some keys with all their columns, and takes columns in the order in which it
-loads them: sums run over all; those of e4m3 are products by warp group, see
-:mod:`attn.kernels.sparse.hopper_narrow.scores`. For values a warp has a block of columns of all
-keys; words of a key and of the one behind it are woven together, as products want pairs of keys.
-Columns are rows of these products, and heads their columns, of which eight are enough.
+**Scores.** A warp has some keys with all their columns. Since scores sum over all columns, it takes
+columns in the order in which it loads them. With e4m3 rows, scores are products of warp groups:
+:mod:`attn.kernels.sparse.hopper_narrow.scores`.
 
-e4m3 become fp16, which has all of them, by one instruction for two. The scales of their blocks
-multiply scores of a block. In values they belong to exponents: what is summed for a block is 2 to
-the power of score plus logarithm of the scale, less a maximum of its own. So nothing leaves fp16's
-range, whatever scales there are.
+**Values.** A warp has a block of columns of all keys. Products want pairs of keys, so the words of
+a key and of the next key are interleaved. Columns are the rows of these products and heads their
+columns, since a product may have as few as eight columns.
+
+**e4m3.** Elements become fp16, which represents all of them; one instruction converts two. The
+scale of a block multiplies the block's scores. For values it goes into the exponent: the weight of
+a key in a block is 2 to the power of score + log2(scale) - maximum, with a maximum for each block.
+So nothing leaves fp16's range, whatever the scales are.
 """
 
 from __future__ import annotations
@@ -41,17 +43,19 @@ from attn.kernels.sparse.hopper_narrow.shrink import shrunk
 from attn.kernels.sparse.hopper_wide.parts import exp2, units_at
 
 STATE_ROWS = tl.constexpr(16)
-"""Heads that a part's state has room for."""
+"""Heads in a stored state; fewer leave the rest of it unused."""
 NATIVE, RAW, SCALED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""What rows are: 16 bits; e4m3 that have one scale in common; or with scales in each row."""
+"""Row formats: 16-bit elements; e4m3 with one scale for all rows; e4m3 with scales in each row."""
 _SLACK = tl.constexpr(8.0)
-"""Lazily, maxima stay until they would grow by more: weights of 2^8 and less are within fp16."""
+"""Maxima (log 2) are raised only when they grow by more: weights up to 2^8 are within fp16."""
 
 
 @gluon.jit
 def entries(ids_ptr, first, length, KEYS: gl.constexpr, LAYOUT: gl.constexpr):
-    """As :func:`attn.kernels.sparse.hopper_wide.parts.listed`, but that the compiler may keep
-    places: nothing is spilled for them here.
+    """KEYS entries of a list from ``first`` on; -1 from ``length`` on.
+
+    :func:`attn.kernels.sparse.hopper_wide.parts.listed` does the same, but hides the addresses from
+    the compiler. Here they may stay in registers: nothing is spilled for them.
     """
     at = first + gl.arange(0, KEYS, layout=LAYOUT)
     return gl.load(ids_ptr + at, mask=at < length, other=-1)
@@ -60,7 +64,7 @@ def entries(ids_ptr, first, length, KEYS: gl.constexpr, LAYOUT: gl.constexpr):
 @gluon.jit
 def _load_queries(ptr, token, head_tile, per_token, per_head, HEADS: gl.constexpr,
                   ROWS: gl.constexpr, WIDTH: gl.constexpr):  # fmt: skip
-    """Queries of a tile of heads, ``[ROWS, WIDTH]``, zeros where there is no head."""
+    """Load queries of a tile of heads, ``[ROWS, WIDTH]``; zeros past the last head."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [ROWS // 4, 128 // ROWS], [4, 1], [1, 0])
     head = head_tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
@@ -70,7 +74,7 @@ def _load_queries(ptr, token, head_tile, per_token, per_head, HEADS: gl.constexp
 
 @gluon.constexpr_function
 def by_key_layout(rows: int) -> gl.DistributedLinearLayout:
-    """``[32, heads]``: keys of scores by thread, two of a thread's folded into one."""
+    """The layout of ``[32, heads]``: scores of 64 keys, two of a thread folded into one."""
     return gl.DistributedLinearLayout(
         [[0, 1], *([[0, 8]] if rows > 8 else [])],
         [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
@@ -82,11 +86,13 @@ def by_key_layout(rows: int) -> gl.DistributedLinearLayout:
 
 @gluon.jit
 def _within_fp16(q):
-    """Queries as fp16 times a power of two for each head, so that the largest is 2^14 or more; and
-    what undoes it. What is smaller by 2^38 is lost, where products of fp32 lose 2^24.
+    """Queries as fp16, multiplied by a power of two for each head, and the factors that undo it.
+
+    The largest element of a head becomes 2^14 or more. Elements smaller than that by 2^38 become
+    zero; for comparison, a sum in fp32 loses terms smaller by 2^24.
     """
     largest = gl.max(gl.abs(q.to(gl.float32)), 1)
-    # Of 2^-87 to infinity.
+    # The exponent counts as that of 2^-87 at least, so that both factors are normal numbers.
     exponent = gl.maximum(largest.to(gl.int32, bitcast=True) >> 23, 40)
     by = ((268 - exponent) << 23).to(gl.float32, bitcast=True)
     undo = ((exponent - 14) << 23).to(gl.float32, bitcast=True)
@@ -95,7 +101,7 @@ def _within_fp16(q):
 
 @gluon.jit
 def _store_queries(x, r, q, q_rope, undo, KIND: gl.constexpr):
-    """Queries of a tile of heads into shared memory, and what undoes their factors for fp16."""
+    """Store queries of a tile of heads in shared memory, and factors that undo fp16's scaling."""
     if KIND != NATIVE:
         x, by = _within_fp16(x)
         undo.index(0).store(by)
@@ -114,8 +120,9 @@ def _store_queries(x, r, q, q_rope, undo, KIND: gl.constexpr):
 def _scores(
     z, q0, q1, q, q_rope, nope, tail, there, factor, DTYPE: gl.constexpr, PRODUCT: gl.constexpr
 ):  # fmt: skip
-    """Scores ``[16, keys]`` of a tile of 16 bits in units of log 2, eight keys of a warp at a time,
-    -inf of those that are none.
+    """Scores ``[16, keys]`` of a tile of 16-bit rows, in units of log 2.
+
+    A warp has eight keys at a time. Entries that list no row get -inf.
     """
     OPERAND: gl.constexpr = gl.DotOperandLayout(1, PRODUCT, 2)
     QUERY: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
@@ -123,7 +130,7 @@ def _scores(
     zero = gl.zeros([16, TILE], gl.float32, PRODUCT)
     k0, k1, k2, k3 = quarters(nope.load(key_words(TILE, nope.shape[1])))
     s0 = mma_v2(q0, key_operand(k0, DTYPE, OPERAND), zero)
-    # Read again for each tile: there are no registers for them.
+    # Half of the queries is loaded again for each tile: there are no registers to keep it.
     q2 = q.index(z + 2).load(QUERY)
     s1 = mma_v2(q1, key_operand(k1, DTYPE, OPERAND), zero)
     s2 = mma_v2(q2, key_operand(k2, DTYPE, OPERAND), zero)
@@ -136,14 +143,14 @@ def _scores(
 
 @gluon.jit
 def _of_thread(x):
-    """Maximum of what a thread has of each row of scores: ``[16, 16]``."""
+    """Maximum over each thread's elements of a row of scores: ``[16, 16]``."""
     x = gl.reshape(x, [16, x.shape[1] // 32, 16, 2])
     return gl.max(gl.max(x, 3), 1)
 
 
 @gluon.jit
 def _count(s, m, l):
-    """Fold a tile's scores into maxima and sums of weights, by thread: no other has to be asked."""
+    """Fold a tile's scores into maxima and sums of weights that each thread keeps for itself."""
     TILE: gl.constexpr = s.shape[1]
     new = gl.maximum(m, gl.convert_layout(_of_thread(s), m.type.layout))
     base = base_of(new)
@@ -156,10 +163,12 @@ def _count(s, m, l):
 
 @gluon.jit
 def _attend(s, top, o, nope, scores, logs, KIND: gl.constexpr, DTYPE: gl.constexpr):
-    """Fold a tile in: maxima ``top`` of scores and scales, ``[4, heads]``, and values.
+    """Fold a tile into the output ``o`` and its maxima ``top`` ``[4, heads]`` of score plus log2 of
+    the scale.
 
-    Of e4m3, whose weights are fp16, maxima stay until they would grow by much, and most tiles are
-    added without another word. In bf16 that would cost accuracy: the largest weight is not 1 then.
+    With e4m3 rows weights are fp16. A maximum is then raised only when it would grow by much, so
+    most tiles need no rescaling of ``o``. With bf16 weights that would cost accuracy, since the
+    largest weight would not be 1.
     """
     E4M3: gl.constexpr = KIND != NATIVE
     TILE: gl.constexpr = s.shape[0]
@@ -197,10 +206,11 @@ def consume_narrow(
     OUT_TOKEN: gl.constexpr, OUT_HEAD: gl.constexpr, LSE_TOKEN: gl.constexpr,
     HAS_LENS: gl.constexpr, KIND: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr,
 ):  # fmt: skip
-    """Warp group W: every other tile, from the W-th on; the first one writes what both have.
+    """Process every other tile, from tile W on, in warp group W; group 0 writes the result of both.
 
-    A stage is always the same warp group's. Else it could be ahead of the other by a tile that has
-    not come, where copies overtake each other, and see the parity of the one before that.
+    The number of stages is even, so a stage always belongs to the same warp group. Otherwise, where
+    copies overtake each other, a group could be a tile ahead of the other that has not arrived, and
+    mistake the parity of an earlier tile for its own.
     """
     E4M3: gl.constexpr = KIND != NATIVE
     ROWS: gl.constexpr = q.shape[1]
@@ -219,7 +229,7 @@ def consume_narrow(
     head_tile = work % HEAD_TILES
     part = work // HEAD_TILES % PARTS
     if W == 0:
-        # Before rows are asked for: behind these, queries would come last.
+        # Queries are loaded before rows are copied: behind the copies they would come last.
         x = _load_queries(query_ptr, token, head_tile, query_token, query_head, HEADS, ROWS, 512)
         r = _load_queries(rotary_ptr, token, head_tile, rotary_token, rotary_head, HEADS, ROWS, 64)
     low = part * SEGMENT
@@ -282,13 +292,13 @@ def consume_narrow(
     if E4M3:
         m = gl.permute(m, (1, 0))
         l = gl.permute(l, (1, 0))
-    # Each row's over its threads, and values to the same base.
+    # Combine the maxima and sums of a row's threads, and rescale the output to that maximum.
     most = gl.max(m, 1)
     sums = gl.sum(l * exp2(m - base_of(most)[:, None]), 1)
     grow = exp2(top - _to(base_of(most), gl.SliceLayout(0, gl.SliceLayout(1, WEIGHTS)))[None, :])
     o = o * _to(grow, gl.SliceLayout(1, SUMS))[:, None, :]
     if high > low:
-        # Into the second warp group's last tile, or one that never was.
+        # Group 1 hands its output over in the buffer of its own last tile, or of a tile never used.
         tiles = (high - low + (TILE - 1)) // TILE
         spare = reinterpret(
             nope.index(gl.maximum(tiles // 2 * 2 - 1, 1) % STAGES), gl.float32,
@@ -331,7 +341,7 @@ def _finish(
     OUT_TOKEN: gl.constexpr, OUT_HEAD: gl.constexpr, LSE_TOKEN: gl.constexpr, SINKS: gl.constexpr,
     LSE: gl.constexpr,
 ):  # fmt: skip
-    """Write the rows of a tile of heads; or the state of a part of them, if there is one."""
+    """Write output and LSE of a tile of heads; with several parts, store the state of this part."""
     OUT: gl.constexpr = o.type.layout
     ROWS: gl.constexpr = o.shape[0]
     l = _to(l, gl.SliceLayout(1, OUT))

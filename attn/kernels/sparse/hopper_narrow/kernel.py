@@ -1,9 +1,9 @@
-"""Sparse latent attention of few heads on Hopper: eight or 16 of them over listed rows.
+"""The narrow Hopper kernel of sparse latent attention: tiles of eight or 16 heads over listed rows.
 
-What bounds it is how fast rows come: a warp group copies them 16 bytes at a time, some tiles ahead,
-and what was copied is all that shared memory holds of them. Two warp groups take every other tile,
-so that one multiplies while the other waits, put operands together in registers, and fold their
-sums at the end: :mod:`attn.kernels.sparse.hopper_narrow.consumer`.
+The rate at which rows arrive is the limit. A producer warp group copies rows some tiles ahead, 16
+bytes by a thread at a time, and shared memory holds them only in stored form. Two consumer warp
+groups take every other tile, so that one multiplies while the other waits. They build operands in
+registers and combine their sums at the end: :mod:`attn.kernels.sparse.hopper_narrow.consumer`.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ def _copy_rows(
     BLOCK_SIZE: gl.constexpr, BLOCK_UNITS: gl.constexpr, ROW_UNITS: gl.constexpr,
     SKIP: gl.constexpr,
 ):  # fmt: skip
-    """The warp group that copies: listed rows, zeros for those of -1, tile after tile; first their
-    latents, then all that is behind these, of which SKIP words are not wanted.
+    """Copy listed rows tile after tile; the producer warp group runs this.
+
+    Entries of -1 give zeros. A tile has two parts: the latents of its rows, and their tails, which
+    are all that follows the latents. The first SKIP words of a tail's room are not copied.
     """
     STAGES: gl.constexpr = nope.shape[0]
     TILE: gl.constexpr = nope.shape[1]
@@ -53,7 +55,7 @@ def _copy_rows(
     token = work // (HEAD_TILES * PARTS)
     low = work // HEAD_TILES % PARTS * SEGMENT
     mine = ids_ptr + token.to(gl.int64) * wide(ids_row)
-    # Not yet known how many count, but where the list ends.
+    # The first entries are loaded up to the list's end, before the number that counts is known.
     end = gl.minimum(topk, low + SEGMENT)
     ids = entries(mine, low, end, TILE, ROW)
     tail_ids = entries(mine, low, end, TILE, TAIL_ROW)
@@ -71,7 +73,7 @@ def _copy_rows(
     for first in range(low, high, TILE):
         turn = (first - low) // TILE
         stage = turn % STAGES
-        # Asked for two tiles ahead: loads stand in line behind copies.
+        # Entries are loaded two tiles ahead: loads queue behind copies.
         next_ids = entries(mine, first + 2 * TILE, high, TILE, ROW)
         next_tail = entries(mine, first + 2 * TILE, high, TILE, TAIL_ROW)
         offset = row_offsets(ids, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE) * (UNIT // 4)
@@ -138,13 +140,15 @@ def hopper_narrow_sparse_kernel(
 ):
     """Attention over listed rows; grid ``(T * PARTS * HEAD_TILES,)``.
 
-    Arguments as those of :func:`attn.kernels.sparse.hopper_wide.kernel.hopper_sparse_kernel`, but
-    that the cache is in words, whose rows are of KIND, and ``factor_ptr`` is the scale of rows that
-    have one in common; TILE and STAGES are keys of a tile and tiles that are held.
+    Arguments are those of :func:`attn.kernels.sparse.hopper_wide.kernel.hopper_sparse_kernel`, with
+    these differences. The cache is in int32 words, and KIND tells how its rows are stored.
+    ``factor_ptr`` is the scale that all rows of KIND RAW share. TILE is the number of keys in a
+    tile, STAGES the number of tiles that shared memory holds.
     """
     WORDS: gl.constexpr = 256 if KIND == NATIVE else 128
     TAIL: gl.constexpr = 64 if KIND == SCALED else 32 if KIND == NATIVE else 16
-    # Of a row of 656 bytes the last 144, from the 28th word of 64 on: scales, then rope.
+    # A row of 656 bytes has a tail of 144 bytes: scales, then rope. They are 36 words, at the end
+    # of 64.
     SKIP: gl.constexpr = 28 if KIND == SCALED else 0
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -154,7 +158,7 @@ def hopper_narrow_sparse_kernel(
         else gl.NVMMASharedLayout(128, 16, 2)
     )
     DTYPE: gl.constexpr = query_ptr.dtype.element_ty
-    # Heads of a program. Scores of 16 bits have heads in rows, of which products have 16.
+    # Heads of a program. With 16-bit rows heads are the rows of score products, which have 16.
     ROWS: gl.constexpr = 8 if HEADS <= 8 and KIND != NATIVE else 16
     nope = gl.allocate_shared_memory(gl.int32, [STAGES, TILE, WORDS], swizzled(TILE, WORDS))
     tail = gl.allocate_shared_memory(gl.int32, [STAGES, TILE, TAIL], swizzled(TILE, TAIL))
@@ -169,7 +173,7 @@ def hopper_narrow_sparse_kernel(
     logs = gl.allocate_shared_memory(gl.float32, [2, 4, KEYS], LOGS)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    # Queries are there; the second warp group has done.
+    # 0: the queries are in shared memory. 1: the second warp group has stored its sums.
     once = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=THREADS)
@@ -177,7 +181,8 @@ def hopper_narrow_sparse_kernel(
     for i in gl.static_range(2):
         mbarrier.init(once.index(i), count=1)
     wait_for_kernels_before()
-    # Not earlier: who starts then finds what kernels before this one wrote, if it waits or not.
+    # After the wait: a kernel started now finds what kernels before this one wrote, whether it
+    # waits itself or not.
     let_kernels_behind_start()
     gl.warp_specialize(
         [

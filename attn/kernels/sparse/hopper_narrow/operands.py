@@ -1,7 +1,7 @@
-"""Operands of sparse latent attention of few heads, from rows as they are stored.
+"""Operands of the narrow Hopper sparse kernel, made of rows in stored form.
 
-Layouts of words, and what makes a product's operand of them in the registers where they are; all
-conversions of layout here move nothing, and say so.
+The layouts decide which words a thread loads; the functions turn words into a product's operand in
+the same registers. No conversion of layouts here moves data, and ``assert_trivial`` checks that.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from triton.experimental.gluon import language as gl
 
 from attn.kernels.lang.packed import SPLIT_HALVES
 
-# Four e4m3 of one key in $8 and of the next one in $9, as pairs of these in fp16.
+# PTX that turns four e4m3 of a key ($8) and of the next ($9) into pairs of fp16, one element
+# of either key.
 _WOVEN = tl.constexpr(
     "{ .reg .b16 a, b, c, d; .reg .b32 x, y, p, q, r, s;"
     " prmt.b32 x, $8, $9, 0x5140; prmt.b32 y, $8, $9, 0x7362;"
@@ -29,8 +30,10 @@ _WOVEN_PAIRS = tl.constexpr(
 
 @gluon.constexpr_function
 def swizzled(rows: int, words: int) -> gl.SharedLinearLayout:
-    """Rows of words with no two at the same banks that are read together: of scores two keys'
-    halves of 128 bytes, of values four keys two apart.
+    """The layout of rows of words in shared memory.
+
+    Words that are read together lie in different banks: for scores, halves of 128 bytes of two
+    keys; for values, four keys at distance two.
     """
     columns = [[0, 1 << k] for k in range(words.bit_length() - 1)]
     down = [[1, 16], [2, 8], [4, 16]] if words >= 32 else [[1, 0], [2, 0], [4, 0]]
@@ -40,8 +43,10 @@ def swizzled(rows: int, words: int) -> gl.SharedLinearLayout:
 
 @gluon.constexpr_function
 def scores_memory(tile: int, rows: int) -> gl.SharedLinearLayout:
-    """Scores ``[keys, heads]``: four heads' pairs of four threads at banks of their own, and so are
-    eight keys of every other head.
+    """The layout of scores ``[keys, heads]`` in shared memory.
+
+    The pairs of heads that four threads store lie in different banks, and so do eight keys of every
+    other head.
     """
     keys = [[1 << k, 0] for k in range(tile.bit_length() - 1)]
     return gl.SharedLinearLayout([*keys, [8, 1], [16, 2], [8, 4], *([[0, 8]] if rows > 8 else [])])
@@ -49,7 +54,7 @@ def scores_memory(tile: int, rows: int) -> gl.SharedLinearLayout:
 
 @gluon.constexpr_function
 def key_words(tile: int, words: int) -> gl.DistributedLinearLayout:
-    """``[keys, words]``: eight keys of a warp at a time; four threads have 64 bytes of each."""
+    """The layout of key words: a warp has eight keys at a time, four threads 64 bytes of each."""
     more = [[0, 16 << k] for k in range((words // 16).bit_length() - 1)]
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], *more, *([[32, 0]] if tile > 32 else [])],
@@ -62,8 +67,9 @@ def key_words(tile: int, words: int) -> gl.DistributedLinearLayout:
 
 @gluon.constexpr_function
 def row_words(words: int) -> gl.DistributedLinearLayout:
-    """``[64, words]`` where keys are rows of a warp group's product: as :func:`key_words`, but that
-    a warp has sixteen keys side by side.
+    """The layout of ``[64, words]`` where keys are the rows of a warp group's product.
+
+    A warp has sixteen neighbouring keys, and four threads have 64 bytes of each at a time.
     """
     more = [[0, 16 << k] for k in range((words // 16).bit_length() - 1)]
     return gl.DistributedLinearLayout(
@@ -77,7 +83,7 @@ def row_words(words: int) -> gl.DistributedLinearLayout:
 
 @gluon.constexpr_function
 def row_factors() -> gl.DistributedLinearLayout:
-    """``[64, 4]`` as keys are rows of scores."""
+    """The layout of scales ``[64, 4]`` that lies like the keys of :func:`row_words`."""
     return gl.DistributedLinearLayout(
         reg_bases=[[8, 0], [0, 1], [0, 2]],
         lane_bases=[[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
@@ -89,8 +95,10 @@ def row_factors() -> gl.DistributedLinearLayout:
 
 @gluon.constexpr_function
 def value_words(tile: int, words: int) -> gl.DistributedLinearLayout:
-    """``[keys, words]``: a block of columns of a warp, of which a thread has 16 bytes, and of words
-    of 16 bits another 16 behind 128; four keys of 16.
+    """The layout of value words ``[keys, words]``: a warp has a block of columns of all keys.
+
+    A thread has 16 bytes of the block, and with 16-bit elements the 16 bytes that lie 128 further
+    on. It has four of every 16 keys.
     """
     wide, block = words > 128, words // 4
     return gl.DistributedLinearLayout(
@@ -110,7 +118,10 @@ def value_words(tile: int, words: int) -> gl.DistributedLinearLayout:
 
 @gluon.constexpr_function
 def weights_layout(tile: int, rows: int) -> gl.DistributedLinearLayout:
-    """``[4, keys, heads]`` weights as the second operand of values, of columns by warp."""
+    """The layout of weights ``[4, keys, heads]``, the second operand of the value products.
+
+    A warp has one of the four blocks of columns.
+    """
     return gl.DistributedLinearLayout(
         reg_bases=[
             [0, 1, 0],
@@ -128,8 +139,9 @@ def weights_layout(tile: int, rows: int) -> gl.DistributedLinearLayout:
 
 @gluon.constexpr_function
 def result_layout(e4m3: bool, rows: int) -> gl.DistributedLinearLayout:
-    """``[heads, 512]`` as sums lie, but that columns side by side come first: they are written
-    together.
+    """The layout of the output ``[heads, 512]``, in the registers where the products left it.
+
+    Neighbouring columns come first, since they are written together.
     """
     more, lanes = ([0, 8], (16, 32, 64)) if e4m3 else ([0, 64], (8, 16, 32))
     return gl.DistributedLinearLayout(
@@ -143,8 +155,9 @@ def result_layout(e4m3: bool, rows: int) -> gl.DistributedLinearLayout:
 
 @gluon.jit
 def key_operand(words, DTYPE: gl.constexpr, OPERAND: gl.constexpr):
-    """Words of keys of 16 bits ``[keys, N]`` as the second operand ``[columns, keys]``: word
-    16 a + 4 c + j is of thread c.
+    """Words of 16-bit keys ``[keys, N]`` as the second operand ``[columns, keys]``.
+
+    Word 16 a + 4 c + j belongs to thread c of the four that share a key.
     """
     KEYS: gl.constexpr = words.shape[0]
     N: gl.constexpr = words.shape[1]
@@ -159,7 +172,7 @@ def key_operand(words, DTYPE: gl.constexpr, OPERAND: gl.constexpr):
 
 @gluon.jit
 def query_order(x, E4M3: gl.constexpr):
-    """Queries ``[heads, columns]`` in the order of :func:`key_operand`."""
+    """Queries ``[heads, columns]``, with columns in the order of the keys' operands."""
     ROWS: gl.constexpr = x.shape[0]
     COLUMNS: gl.constexpr = x.shape[1]
     if E4M3:
@@ -171,8 +184,9 @@ def query_order(x, E4M3: gl.constexpr):
 
 @gluon.jit
 def value_operand(words, E4M3: gl.constexpr, DTYPE: gl.constexpr, OPERAND: gl.constexpr):
-    """Words of values ``[keys, N]`` as the first operand ``[4, 128, keys]``, a block of columns
-    each, in the order that :func:`natural_order` undoes.
+    """Words of values ``[keys, N]`` as the first operand ``[4, 128, keys]``, in blocks of columns.
+
+    :func:`natural_order` undoes the order of columns in a block.
     """
     KEYS: gl.constexpr = words.shape[0]
     N: gl.constexpr = words.shape[1]
@@ -186,7 +200,8 @@ def value_operand(words, E4M3: gl.constexpr, DTYPE: gl.constexpr, OPERAND: gl.co
         )  # fmt: skip
         even = gl.join(gl.join(a0, b0), gl.join(a2, b2))
         odd = gl.join(gl.join(a1, b1), gl.join(a3, b3))
-        # Of keys, four threads of them, block, thread, word, key of a pair, column's high, low bit.
+        # Dimensions: eights of keys; thread of four; block; thread of eight; word; key of the pair;
+        # high and low bit of the column.
         x = gl.reshape(gl.join(even, odd), [KEYS // 8, 4, 4, 8, 4, 2, 2, 2])
         x = gl.permute(x, (2, 4, 6, 7, 3, 0, 1, 5))
     else:
@@ -195,7 +210,7 @@ def value_operand(words, E4M3: gl.constexpr, DTYPE: gl.constexpr, OPERAND: gl.co
             dtype=(gl.int16, gl.int16, gl.int16, gl.int16), is_pure=True, pack=1,
         )  # fmt: skip
         x = gl.join(gl.join(a0, b0), gl.join(a1, b1)).to(DTYPE, bitcast=True)
-        # A block's second 16 bytes of each thread come after all first ones.
+        # The second 16 bytes of each thread come after the first 16 bytes of all threads.
         x = gl.reshape(x, [KEYS // 8, 4, 4, 2, 8, 4, 2, 2])
         x = gl.permute(x, (2, 3, 5, 7, 4, 0, 1, 6))
     x = gl.reshape(x, [4, 128, KEYS])
@@ -204,8 +219,9 @@ def value_operand(words, E4M3: gl.constexpr, DTYPE: gl.constexpr, OPERAND: gl.co
 
 @gluon.jit
 def natural_order(o, E4M3: gl.constexpr):
-    """``[4, 128, heads]`` sums as ``[heads, 512]``: of each block 16 columns of each of eight
-    threads, or twice eight.
+    """The output ``[4, 128, heads]`` as ``[heads, 512]``, with columns in natural order.
+
+    Each of eight threads has 16 columns of a block; with 16-bit rows these are twice eight.
     """
     ROWS: gl.constexpr = o.shape[2]
     if E4M3:
@@ -218,7 +234,7 @@ def natural_order(o, E4M3: gl.constexpr):
 
 @gluon.jit
 def quarters(x):
-    """``[K, 4 N]`` as four ``[K, N]``: what is a thread's is left where it is."""
+    """Split ``[K, 4 N]`` into four ``[K, N]``; every element stays in its thread."""
     N: gl.constexpr = x.shape[1] // 4
     x = gl.permute(gl.reshape(x, [x.shape[0], 2, 2, N]), (0, 3, 1, 2))
     even, odd = gl.split(x)

@@ -1,8 +1,8 @@
-"""Scores of few heads by warp group, for rows of e4m3: keys are the rows of products, heads their
-columns.
+"""Scores of the narrow Hopper sparse kernel for e4m3 rows, as products of warp groups.
 
-Keys come to products in registers, as they are converted, and queries from shared memory, where
-four warps read them once; by warps each would read all of them, for 16 of its keys.
+Keys are the rows of products, and heads their columns. Keys come from registers, where they are
+converted. Queries come from shared memory, where the four warps read them once; with products of
+single warps, every warp would read all queries for its 16 keys.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from attn.kernels.sparse.hopper_wide.parts import exp2, log2
 
 @gluon.jit
 def _row_operand(words, E4M3: gl.constexpr, DTYPE: gl.constexpr, OPERAND: gl.constexpr):
-    """Words of keys ``[64, N]`` as the first operand ``[64, columns]``, in the order of columns of
-    :func:`attn.kernels.sparse.hopper_narrow.operands.query_order`.
+    """Convert words of keys ``[64, N]`` to the first operand ``[64, columns]`` of a product.
+
+    Columns are in the order of :func:`attn.kernels.sparse.hopper_narrow.operands.query_order`.
     """
     KEYS: gl.constexpr = words.shape[0]
     N: gl.constexpr = words.shape[1]
@@ -46,14 +47,16 @@ def _row_operand(words, E4M3: gl.constexpr, DTYPE: gl.constexpr, OPERAND: gl.con
 def _block(
     z, q, nope, words, before, BLOCK: gl.constexpr, DTYPE: gl.constexpr, PRODUCT: gl.constexpr
 ):  # fmt: skip
-    """Ask for a block's products, whose first ``words`` are there, half by half: registers hold
-    keys of two halves. Returns the next block's words, the scores ``before``, which are done, and
-    those asked for.
+    """Start a block's score products, half by half: registers hold the keys of two halves.
+
+    ``words`` are the first half of the block's keys. Returns the first words of the next block, the
+    finished scores ``before``, and the block's scores, still in flight.
     """
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
     ROWS: gl.constexpr = q.shape[1]
     zero = gl.zeros([64, ROWS], gl.float32, PRODUCT)
-    # By a number that the compiler does not know: it would spill places of all queries.
+    # ``z`` is a zero hidden from the compiler, which would otherwise compute the addresses of all
+    # queries early and spill them.
     queries = q.index(z + BLOCK)
     more = nope.slice(32 * BLOCK + 16, 16, dim=1).load(row_words(16))
     keys = _row_operand(words, True, DTYPE, OPERAND)
@@ -74,11 +77,11 @@ def group_scores(
     z, q, q_rope, undo, nope, tail, there, logs, factor, SCALED: gl.constexpr,
     DTYPE: gl.constexpr, PRODUCT: gl.constexpr,
 ):  # fmt: skip
-    """Scores ``[64, heads]`` of a tile in units of log 2, -inf of keys that are none; SCALED: the
-    logarithms of scales go to shared memory. ``q`` ``[4, heads, 128]``,
-    ``q_rope`` ``[1, heads, 64]``.
+    """Scores ``[64, heads]`` of a tile in units of log 2; -inf where an entry lists no row.
 
-    While half a block is multiplied, the next half is converted.
+    ``q`` is ``[4, heads, 128]`` and ``q_rope`` ``[1, heads, 64]``. While half a block is
+    multiplied, the next half is converted. With SCALED, the logarithms of scales are stored in
+    ``logs``.
     """
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
     COLUMN: gl.constexpr = gl.SliceLayout(0, PRODUCT)
@@ -122,8 +125,9 @@ def group_scores(
 
 @gluon.jit
 def count_keys(s, m, l):
-    """Fold a tile's scores ``[64, heads]`` into maxima and sums of weights ``[32, heads]``, by
-    thread.
+    """Fold a tile's scores ``[64, heads]`` into maxima and sums of weights ``[32, heads]``.
+
+    Each thread keeps its own.
     """
     ROWS: gl.constexpr = s.shape[1]
     x = gl.reshape(s, [4, 2, 8, ROWS])

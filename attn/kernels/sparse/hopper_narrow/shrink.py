@@ -1,4 +1,4 @@
-"""Sums of few heads' values multiplied by what a new maximum makes of them."""
+"""Rescaling of the narrow sparse kernel's output when a maximum grows."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from triton.experimental.gluon import language as gl
 
 @gluon.constexpr_function
 def shrink_text(cells: int) -> str:
-    """Multiply a thread's cells by their heads' factors, unless all factors of the warp are 1.
+    """PTX that multiplies a thread's ``cells`` elements by their heads' factors.
 
-    Thread 4 g + t has cells of heads 2 t and 2 t + 1 by turns, four at a time, of sixteen heads
-    the next four of those behind eight; and is given factors of head g, and g + 8.
+    It does nothing if all factors of the warp are 1. Thread 4 g + t has elements of heads 2 t and
+    2 t + 1 alternately, in runs of four; with sixteen heads, every other run is of heads 2 t + 8
+    and 2 t + 9. It is given the factors of heads g and g + 8.
     """
     runs = cells // 32
     given = [f"${2 * cells + 2 * run}" for run in range(runs)]
@@ -33,25 +34,27 @@ def shrink_text(cells: int) -> str:
 
 @gluon.constexpr_function
 def _registers(cells: int) -> str:
-    """Cells are multiplied where they are: as inputs beside outputs all of them would be moved for
-    each tile. It does no harm if a factor shares a register: they are read before any cell is
-    written.
+    """Register constraints of :func:`shrink_text`: each element is multiplied in place.
+
+    With inputs apart from outputs, every tile would move all elements. A factor may share a
+    register with an output, since all factors are read before any element is written.
     """
     return ",".join(["=f"] * cells + [str(i) for i in range(cells)] + ["f"] * cells)
 
 
 @gluon.jit
 def shrunk(o, by):
-    """Sums ``o`` ``[4, 128, heads]`` of blocks of columns times ``by`` ``[4, heads]``, which lies
-    as weights do: a head's is with the eight threads that have its weights, not those that have
-    its sums.
+    """The output ``o`` ``[4, 128, heads]`` times ``by`` ``[4, heads]``, a factor for each block.
+
+    The factors lie like weights: the threads that have a head's weights have its factor, and not
+    the threads that have its output.
     """
     ROWS: gl.constexpr = o.shape[2]
     RUNS: gl.constexpr = ROWS // 8
     CELLS: gl.constexpr = 4 * ROWS
     TEXT: gl.constexpr = shrink_text(CELLS)
     REGISTERS: gl.constexpr = _registers(CELLS)
-    # What a thread has stands beside all of its cells, whosever they are.
+    # Each of a thread's elements is paired with the factor that the thread has, whatever its head.
     cells = gl.reshape(o, [4, 16 // RUNS, RUNS, 8, ROWS])
     MINE: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(4, cells.type.layout))
     by = gl.convert_layout(gl.reshape(by, [4, RUNS, 8]), MINE, assert_trivial=True)

@@ -1,9 +1,11 @@
-"""The consumers of sparse latent attention: as those of
-:mod:`attn.kernels.latent.hopper_wide.consumer`, two warp groups that each have half of the output's
-columns and the scores of one of a tile's blocks.
+"""The consumers of the wide Hopper sparse kernel: two warp groups, each with half of the columns.
 
-No key is behind the end of a request here; one that a list has none for is zeros, and what is added
-to its scores is -inf.
+A tile is two blocks of keys. Each warp group computes the scores of one block and half of the
+output's columns for both blocks; the groups exchange weights and maxima through shared memory.
+:mod:`attn.kernels.latent.hopper_wide.consumer` draws the order of steps.
+
+A list names existing keys only, so no key lies past the end of its request. An entry that lists no
+row is a row of zeros, and -inf (its *gap*) is added to its scores.
 """
 
 from __future__ import annotations
@@ -30,14 +32,14 @@ from attn.kernels.sparse.hopper_wide.parts import BLOCK, HALF, work_at, works_of
 
 @gluon.jit
 def _times(l, shrink):
-    """Sums by thread times a factor for each row."""
+    """Multiply the sums ``[64, 4]``, kept by thread, by a factor for each row ``[64]``."""
     own = gl.convert_layout(shrink, gl.SliceLayout(1, l.type.layout))
     return l * own[:, None].broadcast_to(64, 4)
 
 
 @gluon.jit
 def _wait_for_keys(full, phase):
-    """Keys come by copies that arrive by themselves, products read them another way."""
+    """Wait for keys that threads copied; products use another proxy, so make keys visible to it."""
     mbarrier.wait(full, phase)
     fence_async_shared()
 
@@ -47,13 +49,15 @@ def _scores(
     z, phase, q, q_rope, keys, rope, gaps, full, W: gl.constexpr, WHOLE: gl.constexpr,
     FIRST: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
-    """Ask for the scores of the warp group's block, as far as its keys come first: rope and half
-    FIRST, whose columns ``keys`` has; and what is to be added to them. WHOLE: they come at once.
+    """Start the block's score products over the columns that arrive first: rope and half FIRST.
+
+    ``keys`` has the columns of that half. With WHOLE all columns of a block arrive at once. Returns
+    the scores, still in flight, and the gaps to add to them.
     """
     KEYS: gl.constexpr = rope.shape[1]
     zero = gl.zeros([64, KEYS], gl.float32, SCORES)
     if WHOLE:
-        # Who stored them has made them seen before it arrived.
+        # The producer made its stores visible to products before it arrived.
         mbarrier.wait(full.index(W), phase)
     else:
         _wait_for_keys(full.index(W), phase)
@@ -70,7 +74,7 @@ def _scores(
 def _all_scores(
     s, gap, z, phase, q, keys, full, W: gl.constexpr, WHOLE: gl.constexpr, LAST: gl.constexpr
 ):
-    """The rest of them, of half LAST."""
+    """Complete the scores with half LAST of the keys, and add the gaps."""
     if not WHOLE:
         _wait_for_keys(full.index(4 + W), phase)
     s = warpgroup_mma(q.index(z + LAST), keys.index(z + W).permute((1, 0)), s, is_async=True)
@@ -80,8 +84,9 @@ def _all_scores(
 
 @gluon.jit
 def _publish(weights, m, is_last, p, m_of, ready, empty, q_empty, W: gl.constexpr):
-    """Weights and maximum for the other warp group; the rope part of the keys is free, and after
-    the last tile the queries are.
+    """Hand weights and maximum to the other warp group; free the rope part of the keys.
+
+    After the last tile the queries are freed too.
     """
     p.store(weights)
     m_of.store(m)
@@ -96,7 +101,7 @@ def _publish(weights, m, is_last, p, m_of, ready, empty, q_empty, W: gl.constexp
 def _take_second(
     z, turn, m, l, o, p, m_second, left, ready, SCORES: gl.constexpr
 ):  # fmt: skip
-    """Warp group 0: takes maximum and weights, and asks for these times the second block."""
+    """Warp group 0 takes block 1's maximum and weights, and starts their product with values."""
     mbarrier.wait(ready.index(1), turn & 1)
     top = m_second.load(gl.SliceLayout(1, SCORES))
     shrink = gl.exp2(m - base_of(top))
@@ -110,7 +115,10 @@ def _first_block(
     ready, q_empty, factor, IS_FIRST: gl.constexpr, EARLY: gl.constexpr, WHOLE: gl.constexpr,
     DTYPE: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
-    """Warp group 0's part of a tile. EARLY frees half of the second block before more keys come."""
+    """Process one tile in warp group 0, which has the scores of the first block.
+
+    EARLY frees half of the second block before the group waits for more keys.
+    """
     OUTPUT: gl.constexpr = o.type.layout
     z = opaque_zero()
     phase = turn & 1
@@ -122,12 +130,12 @@ def _first_block(
             mbarrier.arrive(empty.index(3), count=1)
     s, gap = _scores(z, phase, q, q_rope, left, rope, gaps, full, 0, WHOLE, 0, SCORES)
     if not IS_FIRST and not EARLY:
-        # All but the two that were asked for since.
+        # Wait for all products but the two of scores that were started since.
         o = warpgroup_mma_wait(2, deps=[o])
         thread_barrier()
         mbarrier.arrive(empty.index(3), count=1)
     s = _all_scores(s, gap, z, phase, q, right, full, 0, WHOLE, 1)
-    # In units of log 2 and rounded once: differences of maxima are then exact where it counts.
+    # Maxima are in units of log 2 and rounded once, so that differences of two are nearly exact.
     top = gl.maximum(m, gl.max(s, 1) * factor)
     base = base_of(top)
     weights = gl.exp2(s * factor - base[:, None])
@@ -148,7 +156,7 @@ def _first_block(
 def _take_first(
     z, turn, m, o, p, m_first, right, ready, SCORES: gl.constexpr
 ):  # fmt: skip
-    """Warp group 1: takes maximum and weights, and asks for these times the first block."""
+    """Warp group 1 takes block 0's maximum and weights, and starts their product with values."""
     mbarrier.wait(ready.index(0), turn & 1)
     top = m_first.load(gl.SliceLayout(1, SCORES))
     shrink = gl.exp2(m - base_of(top))
@@ -162,7 +170,10 @@ def _second_block(
     ready, q_empty, factor, EARLY: gl.constexpr, WHOLE: gl.constexpr,
     DTYPE: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
-    """Warp group 1's part of a tile. EARLY frees half of the first block while the second comes."""
+    """Process one tile in warp group 1, which has the scores of the second block.
+
+    EARLY frees half of the first block while the second block is still arriving.
+    """
     OUTPUT: gl.constexpr = o.type.layout
     z = opaque_zero()
     phase = turn & 1
@@ -175,7 +186,7 @@ def _second_block(
         s, gap = _scores(z, phase, q, q_rope, left, rope, gaps, full, 1, True, 0, SCORES)
         s = _all_scores(s, gap, z, phase, q, right, full, 1, True, 1)
     else:
-        # In the order in which the halves are free.
+        # The halves arrive in the order in which their buffers became free.
         s, gap = _scores(z, phase, q, q_rope, right, rope, gaps, full, 1, False, 1, SCORES)
         s = _all_scores(s, gap, z, phase, q, left, full, 1, False, 0)
     own = gl.max(s, 1) * factor
@@ -183,13 +194,13 @@ def _second_block(
         first, shrink, o = _take_first(z, turn, m, o, p, m_first, right, ready, SCORES)
     top = gl.maximum(first, own)
     base = base_of(top)
-    # Under the product, unless EARLY.
+    # Unless EARLY, this runs while the product with the first block does.
     weights = gl.exp2(s * factor - base[:, None])
     again = gl.exp2(first - base)
     l = _times(l, shrink * again) + sum_of_own(weights)
     narrow = weights.to(DTYPE)
     if not EARLY:
-        # The weights' place is free only now.
+        # The product with the first block reads the weights' buffer, which is free only now.
         o = warpgroup_mma_wait(0, deps=[o])
     _publish(narrow, top, is_last, p.index(0), m_second, ready, empty, q_empty, 1)
     if not EARLY:
@@ -213,7 +224,7 @@ def consume_listed(
     HAS_LENS: gl.constexpr, BALANCED: gl.constexpr, EARLY: gl.constexpr, WHOLE: gl.constexpr,
     SINKS: gl.constexpr, LSE: gl.constexpr,
 ):  # fmt: skip
-    """All work that the program takes, in warp group W's columns."""
+    """Process the program's pieces of work in warp group W's half of the output's columns."""
     KEYS: gl.constexpr = rope_boxes.shape[1]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
@@ -236,7 +247,7 @@ def consume_listed(
         total_sum = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
         if high > low:
             mbarrier.wait(q_full, walks & 1)
-            # Copied by threads, as keys are.
+            # Threads copied the queries: make them visible to products.
             fence_async_shared()
             if W == 0:
                 m, l, o = _first_block(
@@ -266,7 +277,7 @@ def consume_listed(
                         DTYPE, SCORES,
                     )  # fmt: skip
                     turn += 1
-            # Each has the sum over its own blocks, in the same frame.
+            # Each warp group has the sum over its own blocks; both refer to the same maximum.
             total_sum = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, SCORES))
             sums_of.index(W).store(total_sum)
             thread_barrier()
@@ -291,7 +302,8 @@ def consume_listed(
             place = gl.arange(0, 64, layout=gl.SliceLayout(1, OUTPUT)) + opaque_zero()
             head = head_tile * BLOCK + place
             wanted = head < HEADS
-            # By few instructions, which are run once for a list, and waited for as they come.
+            # This runs once for a list and waits for its instructions to be fetched, so the code is
+            # kept short.
             some = most > float("-inf")
             by = gl.full([64], 1.0, gl.float32, sums.type.layout)
             if SINKS:

@@ -1,8 +1,9 @@
-"""States of a row whose list lies in two programs' shares: stored by who comes first, folded and
-written by who comes last.
+"""The states of a list that lies in two programs' shares.
 
-Both are equal in that: each product is rounded before they are added, so that bits do not depend on
-who was last. Nobody waits. Either warp group does this by itself, for its columns of the output.
+The program that comes first stores its state. The program that comes last folds both states and
+writes the result; no program waits for the other. The fold is symmetric: each product is rounded
+before both are added, so the bits do not depend on which program came last. Each warp group does
+this by itself, for its columns of the output.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from attn.kernels.lang.opaque import opaque_zero
 from attn.kernels.lang.wgmma import base_of
 from attn.kernels.sparse.hopper_wide.parts import BLOCK, HALF
 
-# Products with a rounding of their own are not contracted.
+# Assembly, so that each product is rounded by itself and not contracted to an fma.
 _WEIGHTED = tl.constexpr(
     "{ .reg .f32 a, b; mul.rn.f32 a, $1, $3; mul.rn.f32 b, $2, $4; add.rn.f32 $0, a, b; }"
 )
-# The same of two neighbouring cells, whose others lie in memory: as they come, so that not all are
-# in registers. Another multiprocessor stored them.
+# The weighted sum for two neighbouring elements. The other program's elements are loaded as they
+# are used, so that registers need not hold all of them; by ``cg``, because another multiprocessor
+# stored them.
 _WEIGHTED_PAIR = tl.constexpr(
     "{ .reg .f32 a, b, x, y; ld.global.cg.v2.f32 {x, y}, [$4];"
     " mul.rn.f32 a, $2, $6; mul.rn.f32 b, x, $8; add.rn.f32 $0, a, b;"
@@ -31,8 +33,8 @@ _WEIGHTED_PAIR = tl.constexpr(
 
 @gluon.jit
 def _places(side, slot, states_ptr, sums_ptr, W: gl.constexpr, OUTPUT: gl.constexpr):
-    """Where a warp group's maxima are, its sums, and its cells."""
-    # Else places are kept in registers until others are loaded.
+    """Pointers to the maxima, the sums and the output elements of a warp group's stored state."""
+    # Hidden from the compiler, which would keep the pointers in registers for the other state's.
     row = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, OUTPUT)) + opaque_zero()
     column = gl.arange(0, HALF, layout=gl.SliceLayout(0, OUTPUT))
     place = (slot * 2 + side).to(gl.int64) * 2 + W
@@ -43,30 +45,30 @@ def _places(side, slot, states_ptr, sums_ptr, W: gl.constexpr, OUTPUT: gl.conste
 
 @gluon.jit
 def finish_shared(slot, is_later, m, l, o, states_ptr, sums_ptr, counters_ptr, W: gl.constexpr):
-    """One program's part of a row that lies in two: True and the row's state for who is to write
-    it, False for who came first.
+    """Store or fold one program's part of a list that lies in two programs.
 
-    States are ``[slots, 2, 2, 64, 256]``, of the earlier part and of the later one, each by warp
-    groups; sums likewise ``[slots, 2, 2, 2, 64]``, maximum and sum; counters ``[slots, 2]`` of
-    arrivals of either warp group, which are 0 before and after.
+    Returns True and the state of the whole list if the program came last and is to write it, or
+    False if it came first. States are fp32 ``[slots, 2, 2, 64, 256]``: earlier and later part of
+    the list, then warp group. Sums are fp32 ``[slots, 2, 2, 2, 64]``: part, warp group, then maxima
+    and sums. Counters are ``[slots, 2]``: arrivals of each warp group, 0 before and after.
 
     Args:
-        slot: of the place where both shares meet.
-        is_later: the program has the list's end.
+        slot: the number of the place where both shares meet.
+        is_later: the program has the end of the list.
         m, l, o: maximum ``[64]``, sum ``[64]`` and the warp group's columns ``[64, 256]``.
     """
     OUTPUT: gl.constexpr = o.type.layout
     side = is_later.to(gl.int32)
     arrived = side * 0
     if side == 0:
-        # The other one's is a share's first piece of work, this a late one: mostly it is there.
+        # The later part is the first piece of work of its program, so mostly it is stored already.
         arrived = gl.atomic_add(counters_ptr + slot * 2 + W, 0, sem="acquire", scope="gpu")
     if arrived == 0:
         maxima, sums, cells = _places(side, slot, states_ptr, sums_ptr, W, OUTPUT)
         gl.store(maxima, m)
         gl.store(sums, l)
         gl.store(cells, o)
-        # All threads have stored before one of them says so.
+        # All threads must have stored before one of them announces it.
         thread_barrier()
         arrived = gl.atomic_add(counters_ptr + slot * 2 + W, 1, sem="acq_rel", scope="gpu")
     if arrived == 1:

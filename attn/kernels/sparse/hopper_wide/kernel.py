@@ -1,12 +1,13 @@
-"""Sparse latent attention on Hopper: rows of 64 heads over listed rows of a latent cache.
+"""The wide Hopper kernel of sparse latent attention: tiles of 64 heads over listed rows of a cache.
 
-As :mod:`attn.kernels.latent.hopper_wide.kernel`: two warp groups multiply, each with half of the
-output's columns, and a listed row is read once, as the key and, in its first 512 columns, as the
-value. A third warp group gathers rows token by token. With more than 64 heads a token's tiles of
-heads are neighbours in the grid, and all but one find its rows in the L2 cache.
+Two consumer warp groups multiply, each with half of the output's columns. A third warp group, the
+producer, gathers the rows of a token's list. A listed row is read once: all of it is the key, and
+its first 512 columns are the value. With more than 64 heads a token has several tiles of heads.
+They are neighbours in the grid, so all but one of them find the token's rows in the L2 cache.
 
-The plain kernel, :mod:`attn.kernels.sparse.attend`, is its twin, and folds the states that it
-stores.
+The kernel for attention to all keys, :mod:`attn.kernels.latent.hopper_wide.kernel`, divides work
+between warp groups in the same way. The portable twin is :mod:`attn.kernels.sparse.attend`; its
+kernel ``fold_states_kernel`` folds the states that this kernel stores.
 """
 
 from __future__ import annotations
@@ -71,21 +72,25 @@ def hopper_sparse_kernel(
     SECOND: gl.constexpr,
     PRODUCER: gl.constexpr,
 ):
-    """Attention over listed rows; grid ``(programs,)``, each of which takes every so-manyth of
-    ``total = T * PARTS * HEAD_TILES`` pieces of work; BALANCED: each walks equally many tiles, and
-    those that have parts of a list meet as :mod:`attn.kernels.sparse.hopper_wide.finish` says.
+    """Attention over listed rows; grid ``(programs,)``.
 
-    Arguments as those of :func:`attn.kernels.sparse.attend.sparse_mla_kernel`. Distances of
-    queries, which may differ from batch to batch, BLOCK_UNITS and ROW_UNITS are in units of 16
-    bytes, ROPE_AT and SCALES_AT fields' places in a row, in bytes. Pointers that a flag says are
-    not used are any. A tile is two blocks of KEYS. SECOND and PRODUCER are registers per thread of
-    warp group 1 and of the producers; the rest is warp group 0's.
+    There are ``total = T * PARTS * HEAD_TILES`` pieces of work, and a program takes every
+    ``programs``-th of them. With BALANCED, every program instead takes the same number of tiles,
+    and a list may lie in two programs, which combine their states in
+    :mod:`attn.kernels.sparse.hopper_wide.finish`.
+
+    Arguments are those of :func:`attn.kernels.sparse.attend.sparse_mla_kernel`, with these
+    differences. Strides of queries are arguments, since they may differ from batch to batch; they,
+    BLOCK_UNITS and ROW_UNITS are in units of 16 bytes. ROPE_AT and SCALES_AT are byte offsets of
+    fields in a row. A pointer that a flag says is unused may be any. A tile is two blocks of KEYS
+    keys. SECOND and PRODUCER are registers per thread of warp group 1 and of the producer; warp
+    group 0 has the rest.
     """
     DTYPE: gl.constexpr = query_ptr.dtype.element_ty
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    # Of each pair of blocks: left half, right half, rope.
+    # Both blocks of a tile of keys: left half of the latents, right half, rope.
     left_boxes = gl.allocate_shared_memory(DTYPE, [8, KEYS, 64], LAYOUT)
     right_boxes = gl.allocate_shared_memory(DTYPE, [8, KEYS, 64], LAYOUT)
     rope_boxes = gl.allocate_shared_memory(DTYPE, [2, KEYS, 64], LAYOUT)
@@ -95,11 +100,11 @@ def hopper_sparse_kernel(
     m_first = gl.allocate_shared_memory(gl.float32, [64], FLAT)
     m_second = gl.allocate_shared_memory(gl.float32, [64], FLAT)
     sums_of = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
-    # What is added to the scores of either block's keys: -inf to those of none.
+    # Terms added to the scores of either block: -inf for entries that list no row, else 0.
     gaps = gl.allocate_shared_memory(gl.float32, [2, KEYS], FLAT)
     stored = (gaps, gaps, gaps, gaps)
     if SCALED:
-        # Blocks as they are stored: left half, right half, rope, scales.
+        # Blocks as the cache stores them, before conversion: left half, right half, rope, scales.
         WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
         SCALES: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 1, [1, 0])
         stored = (
@@ -108,11 +113,11 @@ def hopper_sparse_kernel(
             gl.allocate_shared_memory(gl.int32, [STORED_BLOCKS, KEYS, 32], WORDS),
             gl.allocate_shared_memory(gl.int32, [STORED_BLOCKS, KEYS, 4], SCALES),
         )
-    # Of each pair: rope, the half that comes first and the other of both blocks; what is widened is
-    # there as a whole.
+    # A barrier for each part of a block: 0 and 1 rope, 2 and 3 the half that comes first, 4 and 5
+    # the other half. Converted blocks become full as a whole, so ``full`` has one for each.
     full = gl.allocate_shared_memory(gl.int64, [2 if SCALED else 6, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [6, 1], BARRIER)
-    # Weights of either block, sums of either warp group.
+    # 0 and 1: weights of either block are stored. 2 and 3: sums of either warp group are.
     ready = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
     q_full = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
@@ -120,8 +125,8 @@ def hopper_sparse_kernel(
         for i in gl.static_range(2):
             mbarrier.init(full.index(i), count=1)
     else:
-        # Copies by threads arrive one by one; with those of a rope somebody says which keys are
-        # none.
+        # Every thread's copies arrive by themselves. The rope barrier has one arrival more: of the
+        # store that says which entries list no row.
         for i in gl.static_range(2):
             mbarrier.init(full.index(i), count=THREADS + 1)
             mbarrier.init(full.index(2 + i), count=THREADS)

@@ -1,4 +1,4 @@
-"""Which listed keys a piece of work of sparse latent attention is of, as its warps see them."""
+"""The pieces of work of the wide Hopper sparse kernel: which tokens, heads and listed keys."""
 
 from __future__ import annotations
 
@@ -10,39 +10,42 @@ from attn.kernels.dense.hopper_prefill.scheduler import wide
 from attn.kernels.lang.opaque import opaque_zero
 
 THREADS = tl.constexpr(128)
-"""Of the producer's warps, each of which arrives by itself."""
+"""Threads of the producer; each arrives at barriers by itself."""
 UNIT = tl.constexpr(16)
-"""Bytes that a thread copies at a time, and that offsets of rows are in."""
+"""Bytes that a thread copies at a time; offsets of rows are in units of it."""
 BLOCK = tl.constexpr(64)
-"""Heads of a tile of heads."""
+"""Heads in a tile of heads."""
 HALF = tl.constexpr(256)
-"""Columns of the latent that a warp group multiplies values of."""
+"""Columns of the output that one consumer warp group computes."""
 _LOG2 = tl.constexpr("lg2.approx.ftz.f32 $0, $1;")
-# Without steps for results below 2^-126, which are zero here.
+# ``ftz`` turns results below 2^-126 into zero and saves the steps that would keep them.
 _EXP2 = tl.constexpr("ex2.approx.ftz.f32 $0, $1;")
 
 
 @gluon.jit
 def log2(x):
-    """To about 22 bits; -inf of zero."""
+    """Logarithm to base 2, exact to about 22 bits; -inf for zero."""
     return gl.inline_asm_elementwise(_LOG2, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def exp2(x):
-    """Likewise; of 0 exactly 1."""
+    """2 to the power of ``x``, exact to about 22 bits; exactly 1 for 0."""
     return gl.inline_asm_elementwise(_EXP2, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def _share(total, topk, KEYS: gl.constexpr, HEAD_TILES: gl.constexpr):
-    """The program's share where programs walk equally many tiles: its tiles ``[begin, end)`` of the
-    tokens that are dealt by tiles, each of which counts as many as a full list has; how many tokens
-    these are, the first ones; programs of each tile of heads, of which there are no more than
-    tokens; and which of them this is.
+    """The program's share where all programs walk equally many tiles.
 
-    Of whole tokens each program has as many, but for those that are dealt by tiles: a token for
-    each program, and those that are left over. So a list lies in two programs at most.
+    The programs of one tile of heads divide the tokens. The first ``dealt`` tokens are divided by
+    tiles: a token for each program, plus the tokens that are left over when the rest is divided
+    evenly. The tokens after them are dealt out whole. So a share is at least as long as a list, and
+    a list lies in two programs at most. Every list counts as full.
+
+    Returns the program's tiles ``[begin, end)`` of the tokens divided by tiles; ``dealt``; the
+    number of programs of a tile of heads, which is at most the number of tokens; and the number of
+    this program among them.
     """
     TILE: gl.constexpr = 2 * KEYS
     tokens = total // HEAD_TILES
@@ -55,9 +58,7 @@ def _share(total, topk, KEYS: gl.constexpr, HEAD_TILES: gl.constexpr):
 
 @gluon.jit
 def works_of(total, topk, KEYS: gl.constexpr, HEAD_TILES: gl.constexpr, BALANCED: gl.constexpr):
-    """Numbers of the pieces of work that the program takes, for :func:`work_at`: first one, end,
-    distance.
-    """
+    """The program's pieces of work, as arguments of :func:`work_at`: first, end, step."""
     if BALANCED:
         TILE: gl.constexpr = 2 * KEYS
         begin, end, dealt, groups, group = _share(total, topk, KEYS, HEAD_TILES)
@@ -78,12 +79,15 @@ def work_at(
     work, total, lens_ptr, topk, KEYS: gl.constexpr, HEAD_TILES: gl.constexpr,
     SEGMENT: gl.constexpr, PARTS: gl.constexpr, BALANCED: gl.constexpr, HAS_LENS: gl.constexpr,
 ):  # fmt: skip
-    """A piece of work: token, its tile of heads, its part of the list, entries of the list that
-    count, tiles of keys ``[low, high)``, none if ``high <= low``, and where another program has the
-    rest of these: a number from 1 on of the place where both shares meet, 0 if none has. A tile is
-    two blocks of KEYS. BALANCED: ``work`` counts the program's own pieces.
+    """One piece of work.
 
-    Tiles of a token's heads are neighbours, so that they find its rows in the L2 cache.
+    Returns the token; its tile of heads; the part of its list; the number of entries of the list
+    that count; tiles of keys ``[low, high)``, none if ``high <= low``; and ``meets``. If another
+    program has the rest of the list, ``meets`` is the number, from 1 on, of the place where both
+    shares meet; otherwise it is 0. A tile is two blocks of KEYS keys. With BALANCED, ``work``
+    counts the program's own pieces.
+
+    Head tiles of a token are neighbours in the grid, so that they find its rows in the L2 cache.
     """
     TILE: gl.constexpr = 2 * KEYS
     if BALANCED:
@@ -93,7 +97,7 @@ def work_at(
         low = gl.maximum(begin - token * each, 0)
         high = gl.minimum(end - token * each, each)
         if high <= 0:
-            # Behind those that are dealt by tiles.
+            # The program has passed the tokens that are divided by tiles: this one is dealt whole.
             token = dealt + (token - (end - 1) // each - 1) * groups + group
             high = each
         head_tile = gl.program_id(0) % HEAD_TILES
@@ -110,7 +114,7 @@ def work_at(
     filled = (length + (TILE - 1)) // TILE
     meets = 0
     if BALANCED:
-        # No share is shorter than a list: no list is cut twice.
+        # No share is shorter than a list, so no list is cut twice.
         meets = gl.where((low > 0) & (filled > low), group, 0)
         meets = gl.where((high < each) & (filled > high), group + 1, meets)
     return token, head_tile, part, length, low, gl.minimum(high, filled), meets
@@ -118,13 +122,13 @@ def work_at(
 
 @gluon.jit
 def listed(ids_ptr, first, length, KEYS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Entries of a list, -1 from its end on."""
-    # Else each thread's place in a list is added once, and spilled until now.
+    """KEYS entries of a list from ``first`` on; -1 from ``length`` on."""
+    # Hidden from the compiler, which would compute a thread's place in a list early and spill it.
     at = first + opaque_zero() + gl.arange(0, KEYS, layout=LAYOUT)
     return gl.load(ids_ptr + at, mask=at < length, other=-1)
 
 
 @gluon.jit
 def units_at(token, head, per_token, per_head):
-    """Places of a token's heads, in elements of 16 bits, from distances in units of 16 bytes."""
+    """Offsets of a token's heads in 16-bit elements; strides are in units of 16 bytes."""
     return (token.to(gl.int64) * wide(per_token) + head.to(gl.int64) * wide(per_head)) * (UNIT // 2)

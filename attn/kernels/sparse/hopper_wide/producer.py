@@ -1,7 +1,7 @@
-"""The producers of sparse latent attention: a warp group that gathers queries and listed rows.
+"""The producer of the wide Hopper sparse kernel: a warp group that gathers queries and listed rows.
 
-Rows of 16 bits are copied as they are, 16 bytes by each thread, and the copies themselves arrive at
-barriers; for those of e4m3 see :mod:`attn.kernels.sparse.hopper_wide.widen`.
+Rows of 16 bits are copied unchanged, 16 bytes by each thread, and the copies themselves arrive at
+barriers. Rows of e4m3 are converted by :mod:`attn.kernels.sparse.hopper_wide.widen`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _gather_queries(
     query_ptr, rotary_ptr, token, head_tile, q_boxes, q_rope, q_full, query_token, query_head,
     rotary_token, rotary_head, HEADS: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Queries of a tile of heads; zeros where there is no head."""
+    """Copy the queries of a tile of heads to shared memory; zeros past the last head."""
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
     head = head_tile * BLOCK + row
@@ -48,7 +48,7 @@ def _gather_block(
     at, there, turn, full, empty, columns, BLOCK_OF: gl.constexpr, EMPTY: gl.constexpr,
     FULL: gl.constexpr,
 ):  # fmt: skip
-    """Some columns of a block, from pointers on."""
+    """Copy some columns of a block of keys, from pointers ``at``, once their buffer is free."""
     # A fresh barrier lets parity 1 pass at once.
     mbarrier.wait(empty.index(EMPTY), (turn & 1) ^ 1)
     async_gather(columns.index(BLOCK_OF), at, mask=there)
@@ -60,7 +60,7 @@ def _gather_rope(
     ids, rows, turn, gaps, full, empty, rope, ROPE_AT: gl.constexpr, BLOCK_OF: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """A block's rotary part, and which of its keys are none; that is free with it."""
+    """Copy a block's rotary part and store its gaps, whose buffer is free when the rope's is."""
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
     at = rows[:, None] + column[None, :] + ROPE_AT // 2
     there = (ids >= 0)[:, None] & (column >= 0)[None, :]
@@ -75,8 +75,9 @@ def _copy_rows(
     BLOCK_SIZE: gl.constexpr, BLOCK_UNITS: gl.constexpr, ROW_UNITS: gl.constexpr,
     ROPE_AT: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Listed rows of 16 bits, block after block; halves of latents in the order in which they are
-    free.
+    """Copy listed rows of 16 bits, block after block.
+
+    The halves of a block come in the order in which their buffers become free.
     """
     KEYS: gl.constexpr = rope.shape[1]
     SHAPE: gl.constexpr = [2, KEYS, HALF]
@@ -91,12 +92,12 @@ def _copy_rows(
             offset = row_offsets(ids, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE)
             rows = latent_ptr + offset * (UNIT // 2)
             _gather_rope(ids, rows, turn, gaps, full, empty, rope, ROPE_AT, b, LAYOUT)
-            # Behind a wait, and ahead of most copies: a use of the list before stands behind all
-            # loads that are asked for, and loads behind all copies. What is past the end of the
-            # part is not used.
+            # The next entries are loaded after a wait and before most copies: a use of loaded
+            # entries waits for all loads before it, and loads queue behind copies. Entries past
+            # the end of the part are not used.
             after = tile * (2 * KEYS) + (b + 1) * KEYS
             ahead = listed(mine, after, length, KEYS, gl.SliceLayout(1, LAYOUT))
-            # Fields by their place in a row: fewer pointers are kept in registers.
+            # Fields are addressed by offset in a row, which keeps fewer pointers in registers.
             at = rows[:, None] + column[None, :]
             there = (ids >= 0)[:, None] & (column >= 0)[None, :]
             if b == 0:
@@ -118,11 +119,12 @@ def produce_listed(
     BLOCK_UNITS: gl.constexpr, ROW_UNITS: gl.constexpr, ROPE_AT: gl.constexpr,
     SCALES_AT: gl.constexpr, HAS_LENS: gl.constexpr, BALANCED: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
-    """Queries and listed rows of all work that the program takes, tile after tile: of each of its
-    two blocks the rope and the halves of the latents, as they are wanted.
+    """Bring queries and listed rows of the program's pieces of work, tile after tile.
+
+    The rope and the halves of a tile's two blocks come in the order in which consumers need them.
     """
     KEYS: gl.constexpr = rope_boxes.shape[1]
-    # Eight threads have 128 bytes of a row, which is a row of a box.
+    # Eight threads copy 128 bytes of a row, which are one row of a box.
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     turn = 0
     count = 0

@@ -1,8 +1,9 @@
-"""Rows of e4m3 for products of bf16: the part of the producers that widens them.
+"""The part of the producer that turns block-scaled e4m3 rows into bf16 (dequantises them).
 
-They are copied some blocks ahead, as they are stored, and become bf16 times the scales of their
-blocks when there is a place for that. Loads into registers would be waited for: a row is somewhere
-in memory, and a warp group has too few registers for as many bytes as are under way.
+Rows are copied to shared memory some blocks ahead, as the cache stores them. When a buffer for
+converted rows is free, their elements become bf16 and are multiplied by the scales of their blocks.
+Loading rows straight into registers would not do: rows lie anywhere in memory, so that the loads
+take long, and a warp group has too few registers for all the bytes that must be in flight.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from attn.kernels.sparse.hopper_wide.parts import HALF, UNIT, listed
 from attn.kernels.sparse.listed_rows import E4M3_TO_BF16, row_offsets
 
 STORED_BLOCKS = tl.constexpr(3)
-"""Blocks that are held as they are stored: one that is widened, two that are under way."""
+"""Blocks held in stored form: one is being converted, and the copies of two are in flight."""
 _AHEAD = tl.constexpr(STORED_BLOCKS.value - 1)
 _COPY = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
 _COPIED = gl.constexpr(gl.SliceLayout(1, _COPY.value))
-# Two factors of four elements of one block are the same.
+# All four elements belong to one block of scales, so both factors are the same register.
 _SCALED = tl.constexpr(E4M3_TO_BF16.value.replace("$4", "$3"))
 _PAIR = tl.constexpr("cvt.rn.bf16x2.f32 $0, $1, $1;")
 
 
 @gluon.jit
 def widen_scaled(words, factors):
-    """Words of four e4m3 ``[KV, N]`` times a factor for each row, as words of two bf16
-    ``[KV, 2 N]``.
+    """Words of four e4m3 ``[KV, N]`` become words of two bf16 ``[KV, 2 N]``, multiplied by an fp32
+    factor for each row ``[KV]``.
     """
     pair = gl.inline_asm_elementwise(_PAIR, "=r,f", [factors], dtype=gl.int32, is_pure=True, pack=1)
     _, pairs = gl.broadcast(words, pair[:, None])
@@ -41,9 +42,10 @@ def widen_scaled(words, factors):
 
 @gluon.jit
 def _copy_words(ids, rows, place, AT: gl.constexpr, LAYOUT: gl.constexpr):
-    """Ask for words of rows from a byte of them on, as many as the place has, which is free."""
+    """Start copying words of rows, from byte AT on; ``place`` is free and says how many."""
     column = gl.arange(0, place.shape[1], layout=gl.SliceLayout(0, LAYOUT))
-    # The field's place last: fields share addresses, whose registers copies under way still read.
+    # AT is added last, so that the fields of a row share the rest of the address: copies in flight
+    # still read its registers.
     at = rows[:, None] + column[None, :] + AT // 4
     async_gather(place, at, mask=(ids >= 0)[:, None] & (column >= 0)[None, :])
 
@@ -52,7 +54,7 @@ def _copy_words(ids, rows, place, AT: gl.constexpr, LAYOUT: gl.constexpr):
 def _copy_rest(
     ids, rows, stored, place, ROPE_AT: gl.constexpr, SCALES_AT: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Ask for what a block has besides the left half of its latents; with that it is complete."""
+    """Start copying right half, rope and scales of a block; its left half was started before."""
     _copy_words(ids, rows, stored[1].index(place), HALF, LAYOUT)
     _copy_words(ids, rows, stored[2].index(place), ROPE_AT, LAYOUT)
     _copy_words(ids, rows, stored[3].index(place), SCALES_AT, LAYOUT)
@@ -61,13 +63,13 @@ def _copy_rest(
 
 @gluon.jit
 def _load_half(memory, LAYOUT: gl.constexpr):
-    """Half of a block's words as they are stored, 128 columns each."""
+    """Half of a block's stored words, as two tensors of 128 columns each."""
     return memory.slice(0, 32, dim=1).load(LAYOUT), memory.slice(32, 32, dim=1).load(LAYOUT)
 
 
 @gluon.jit
 def _widened(words, by, by_second):
-    """Half of a block's latents as words of two bf16 times their scales."""
+    """Convert half of a block's latents to words of two bf16, multiplied by their scales."""
     KEYS: gl.constexpr = words[0].shape[0]
     both = gl.join(widen_scaled(words[0], by), widen_scaled(words[1], by_second))
     return gl.reshape(gl.permute(both, (0, 2, 1)), [KEYS, 128])
@@ -75,10 +77,11 @@ def _widened(words, by, by_second):
 
 @gluon.constexpr_function
 def _words_of(keys: int) -> gl.DistributedLinearLayout:
-    """``[keys, 32]`` words of a box: a thread has 16 bytes, and another 16 behind 64, of a row.
+    """The layout of ``[keys, 32]`` words: a thread has 16 bytes of a row, and the 16 that lie 64
+    bytes further on.
 
-    Eight neighbouring threads have eight rows' same columns, which lie at banks of their own where
-    rows are stored and where they are widened to.
+    Eight neighbouring threads have the same columns of eight rows. These lie in different banks of
+    shared memory, both in the stored and in the converted block.
     """
     more = [[32 << k, 0] for k in range(keys.bit_length() - 6)]
     return gl.DistributedLinearLayout(
@@ -92,7 +95,7 @@ def _words_of(keys: int) -> gl.DistributedLinearLayout:
 
 @gluon.constexpr_function
 def _scales_of(keys: int) -> gl.DistributedLinearLayout:
-    """``[keys, 4]``, by threads as in :func:`_words_of`."""
+    """The layout of ``[keys, 4]`` scales: a thread has those of its rows in :func:`_words_of`."""
     more = [[32 << k, 0] for k in range(keys.bit_length() - 6)]
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], *more],
@@ -105,7 +108,7 @@ def _scales_of(keys: int) -> gl.DistributedLinearLayout:
 
 @gluon.jit
 def _load_scales(memory, LAYOUT: gl.constexpr):
-    """``[KEYS, 4]`` words as four ``[KEYS]`` scales."""
+    """Load the scales of a block: four fp32 ``[KEYS]``, from ``[KEYS, 4]`` words."""
     KEYS: gl.constexpr = memory.shape[0]
     scales = memory.load(_scales_of(KEYS)).to(gl.float32, bitcast=True)
     even, odd = gl.split(gl.reshape(scales, [KEYS, 2, 2]))
@@ -124,17 +127,19 @@ def begin_rows(
     BLOCK_UNITS: gl.constexpr, ROW_UNITS: gl.constexpr, ROPE_AT: gl.constexpr,
     SCALES_AT: gl.constexpr,
 ):  # fmt: skip
-    """Ask for the first two blocks of a list from an entry on: before its queries are asked for,
-    which wait for the ones before. Returns entries of five blocks.
+    """Start copying the first two blocks of a list, from entry ``first`` on.
+
+    This comes before the queries of the list are loaded, since those wait until the consumers are
+    done with the queries before. Returns the entries of five blocks.
     """
-    # Lists are asked for two blocks before they are needed: loads stand in line behind copies.
+    # Entries are loaded two blocks before they are needed: loads queue behind copies.
     ids0 = listed(mine, first, end, KEYS, _COPIED)
     ids1 = listed(mine, first + KEYS, end, KEYS, _COPIED)
     ids2 = listed(mine, first + 2 * KEYS, end, KEYS, _COPIED)
     ids3 = listed(mine, first + 3 * KEYS, end, KEYS, _COPIED)
     ids4 = listed(mine, first + 4 * KEYS, end, KEYS, _COPIED)
     words_ptr = latent_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
-    # Who widened the rows before has read them all.
+    # All threads must have read the previous list's stored blocks.
     thread_barrier()
     for i in gl.static_range(_AHEAD):
         place = (count + i) % STORED_BLOCKS
@@ -152,8 +157,10 @@ def widen_rows(
     BLOCK_UNITS: gl.constexpr, ROW_UNITS: gl.constexpr, ROPE_AT: gl.constexpr,
     SCALES_AT: gl.constexpr,
 ):  # fmt: skip
-    """Listed rows of e4m3, block after block, behind :func:`begin_rows`; those of two blocks are
-    under way. Words are in registers half a block before they are widened.
+    """Convert listed rows of e4m3, block after block; :func:`begin_rows` comes first.
+
+    The copies of two blocks are in flight all the time. Words are loaded into registers half a
+    block before they are converted.
     """
     KEYS: gl.constexpr = rope_boxes.shape[1]
     WORDS: gl.constexpr = _words_of(KEYS)
@@ -175,17 +182,17 @@ def widen_rows(
                 stored[3].index(count % STORED_BLOCKS), gl.SliceLayout(1, WORDS)
             )
             wide_left = _widened(words, f0, f1)
-            # A fresh barrier lets parity 1 pass at once. Loads stay behind it: the compiler waits
-            # for them before it.
+            # A fresh barrier lets parity 1 pass at once. Loads come after the barrier, since the
+            # compiler would wait for them before it.
             mbarrier.wait(empty.index(2 + b), (turn & 1) ^ 1)
             second = _load_half(stored[1].index(count % STORED_BLOCKS), WORDS)
-            # At once: between two stores threads would wait for each other.
+            # One store, since threads would wait for each other between two.
             left.index(b).store(wide_left)
             _copy_rest(ids2, rows, stored, place, ROPE_AT, SCALES_AT, _COPY)
             async_copy.wait_group(_AHEAD - 1)
             thread_barrier()
             wide_right = _widened(second, f2, f3)
-            # Behind it the rope and what says which keys are none are free, too.
+            # When the right half is free, the rope and the gaps are free too.
             mbarrier.wait(empty.index(4 + b), (turn & 1) ^ 1)
             rotary = stored[2].index(count % STORED_BLOCKS).load(WORDS)
             count += 1
@@ -198,10 +205,10 @@ def widen_rows(
             ids2 = ids3
             ids3 = ids4
             ids4 = listed(mine, first + 5 * KEYS, end, KEYS, _COPIED)
-            # Generic stores before products read them.
+            # Make the stores visible to the products, which read through another proxy.
             fence_async_shared()
             mbarrier.arrive(full.index(b), count=1)
         turn += 1
-    # Zeros behind the end: they must not overtake what is copied to their places next.
+    # Blocks past the end are copied as zeros, which must not overwrite what is copied next.
     async_copy.wait_group(0)
     return turn, count

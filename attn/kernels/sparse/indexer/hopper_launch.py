@@ -1,4 +1,4 @@
-"""The launch of the indexer's logits by the kernel for Hopper."""
+"""The launch of the Hopper kernel for the indexer's logits."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ def hopper_paged_logits_call(
     tile: IndexTile,
     most: int,
 ) -> KernelCall:
-    """The launch in the place of the plain kernel's, for tensors that it serves.
+    """The launch of the Hopper kernel, which replaces the portable one for tensors that it serves.
 
     Args:
         query: ``[T, Hi, 128]`` e4m3.
         weights: ``[T, Hi]`` fp32.
-        data: ``[N, 64, 128]`` uint8, the plane of patterns.
-        scale: ``[N, 64, 1]`` fp32, that of scales.
-        block_table: ``[R, blocks]`` int32.
-        requests: ``[T]`` int32, or None.
-        kv_lens: ``[T]`` int32.
-        logits: ``[T, M]`` fp32.
-        tile: the launch record.
-        most: keys that a row has at most.
+        data: ``[N, 64, 128]`` uint8, the e4m3 patterns of the keys.
+        scale: ``[N, 64, 1]`` fp32, the scale of each key.
+        block_table: ``[R, blocks]`` int32, the pages of each request.
+        requests: ``[T]`` int32, the request of each query token; None: token i is of request i.
+        kv_lens: ``[T]`` int32, the keys that each query token scores.
+        logits: ``[T, M]`` fp32, written.
+        tile: how the launch cuts its work.
+        most: the most keys that a query token has.
     """
     rows, heads, _ = query.shape
     q, words = query.view(torch.int32), data.view(torch.int32)

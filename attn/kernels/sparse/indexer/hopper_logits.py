@@ -1,9 +1,9 @@
-"""The indexer's logits on Hopper: products of a page's e4m3 keys and a row's queries, as fp16.
+"""The Hopper kernel of the indexer's logits: it multiplies e4m3 keys and queries as fp16.
 
-Keys go from the cache to the registers that products read them from, 16 bytes at a time, and by no
-shared memory. A product's sums run over all columns, so that these may come in any order if keys
-and queries have the same: a thread takes the columns that it has loaded. A page is 64 keys, the
-rows of a product, of 128 bytes.
+Keys go from the cache straight to the registers from which products read them, 16 bytes at a time,
+without passing shared memory. A product sums over all columns, so columns may come in any order
+that keys and queries share; a thread uses the columns that it has loaded. A page is 64 keys of 128
+bytes, and its keys are the rows of a product.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from attn.kernels.lang.packed import SPLIT_E4M3
 
 @gluon.constexpr_function
 def _words_layout(rows: int) -> gl.DistributedLinearLayout:
-    """How ``[rows, 32]`` words lie in a warp group: four threads have 64 bytes of a row side by
-    side, and the 64 behind them.
+    """The layout of ``[rows, 32]`` words in a warp group.
+
+    Four threads share a row; each has 16 bytes of its first 64 bytes and 16 of its last 64.
     """
     more = [[32 << k, 0] for k in range(rows.bit_length() - 6)]
     return gl.DistributedLinearLayout(
@@ -37,9 +38,10 @@ def _words_layout(rows: int) -> gl.DistributedLinearLayout:
 
 @gluon.jit
 def _as_operand(words, ROWS: gl.constexpr, MOVES_ROWS: gl.constexpr):
-    """Words as fp16 ``[ROWS, 128]``. Columns are in the order in which a thread of a product has
-    its own: word 16 a + 4 c + b is of step 4 a + b and of thread c. With MOVES_ROWS, rows too: row
-    32 h + 8 w + g is row 16 w + 8 h + g of the product.
+    """Words of four e4m3 as fp16 ``[ROWS, 128]``, in the order of columns that products want.
+
+    Word 16 a + 4 c + b goes to step 4 a + b of the product, to thread c of the four that share a
+    row. With MOVES_ROWS rows are reordered too: row 32 h + 8 w + g becomes row 16 w + 8 h + g.
     """
     f0, f1, f2, f3 = gl.inline_asm_elementwise(
         SPLIT_E4M3, "=h,=h,=h,=h,r", [words],
@@ -57,7 +59,7 @@ def _as_operand(words, ROWS: gl.constexpr, MOVES_ROWS: gl.constexpr):
 
 @gluon.jit
 def _page_words(data_ptr, block, data_block, count, LAYOUT: gl.constexpr):
-    """A page's keys, zeros from ``count`` on."""
+    """The keys of a page as words; zeros from key ``count`` on."""
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
     word = gl.arange(0, 32, layout=gl.SliceLayout(0, LAYOUT))
     at = data_ptr + block.to(gl.int64) * data_block
@@ -90,8 +92,11 @@ def hopper_paged_logits_kernel(
     HEADS: gl.constexpr,
     PAGES: gl.constexpr,
 ):
-    """As :func:`attn.kernels.sparse.indexer.kernels.paged_logits_kernel` for queries of e4m3; q and
-    data in words of four bytes, and distances in these; grid ``(cdiv(most, 64 * PAGES), T)``.
+    """Logits of e4m3 query tokens over their requests' pages; grid ``(cdiv(most, 64 * PAGES), T)``.
+
+    Results and arguments are those of
+    :func:`attn.kernels.sparse.indexer.kernels.paged_logits_kernel`, but q and data, and their
+    strides, are in words of four bytes.
     """
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
@@ -110,7 +115,7 @@ def hopper_paged_logits_kernel(
         block = gl.load(table + low)
         after = gl.load(table + low + 1, mask=low + 1 < high, other=0)
         words = _page_words(data_ptr, block, data_block, length - low * 64, WORDS)
-        # Which key a row of the product is.
+        # The key that each row of the product stands for.
         row = gl.arange(0, 64, layout=gl.SliceLayout(1, PRODUCT))
         place = (row // 8) % 2 * 32 + row // 16 * 8 + row % 8
         scales = scale_ptr + block.to(gl.int64) * scale_block + place
@@ -134,7 +139,7 @@ def hopper_paged_logits_kernel(
             products = warpgroup_mma(
                 keys, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True
             )
-            # The next page comes under the products, its place in the table a page before.
+            # The next page is loaded while the products run; its table entry was loaded a page ago.
             block, following = after, page + 1
             after = gl.load(table + page + 2, mask=page + 2 < high, other=0)
             count = gl.where(following < high, length - following * 64, 0)

@@ -1,4 +1,4 @@
-"""The indexer of sparse attention: quantised keys into planar pages, logits, causal top-k."""
+"""The portable kernels of the indexer: they write and gather keys, score them, select the top k."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _DIGIT = tl.constexpr(256)
 
 @triton.jit
 def _power_of_two_scale(absmax):
-    """Smallest power of two that brings ``absmax`` to 448 at most; 1 for zero."""
+    """Smallest power of two that, as a divisor, brings ``absmax`` to 448 or less; 1 for zero."""
     bits = divide(clamp_to(absmax, FLOAT32_MAX), absmax * 0 + E4M3_MAX).to(tl.int32, bitcast=True)
-    # The next exponent, unless it is a power of two itself; never subnormal, never infinite.
+    # Round up to a power of two that is neither subnormal nor infinite.
     exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)
     exponent = tl.minimum(tl.maximum(exponent, 1), 254)
     return tl.where(absmax == 0, 1.0, (exponent << 23).to(tl.float32, bitcast=True))
@@ -44,9 +44,10 @@ def write_keys_kernel(
     ROWS: tl.constexpr,
     HARDWARE_E4M3: tl.constexpr,
 ):
-    """Keys ``[T, WIDTH]`` into e4m3 patterns and one scale each; grid ``(cdiv(T, ROWS),)``.
+    """Write keys ``[T, WIDTH]`` as e4m3 patterns with one scale each; grid ``(cdiv(T, ROWS),)``.
 
-    In a page the data of all tokens come first, then their scales. Slot -1 is skipped.
+    A page holds the patterns of all its tokens, and after them their scales. Keys of slot -1 are
+    not written.
     """
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     slot = tl.load(slots_ptr + token, mask=token < num_tokens, other=-1).to(tl.int64)
@@ -79,9 +80,9 @@ def gather_keys_kernel(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Patterns and scales of listed keys to compact rows; grid ``(cdiv(S, ROWS),)``.
+    """Copy patterns and scales of listed keys to compact rows; grid ``(cdiv(S, ROWS),)``.
 
-    The row of slot -1 is not written.
+    A row of slot -1 is not written.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     slot = tl.load(slots_ptr + row, mask=row < num_rows, other=-1).to(tl.int64)
@@ -98,7 +99,7 @@ def gather_keys_kernel(
 
 @triton.jit
 def _in_product(x, COMPUTE: tl.constexpr, FP8: tl.constexpr, HARDWARE_E4M3: tl.constexpr):
-    """e4m3 patterns in the type of the product."""
+    """e4m3 patterns, converted to the type of the product: e4m3 itself with FP8, else COMPUTE."""
     if FP8:
         element = x.to(tl.float8e4nv, bitcast=True)
     else:
@@ -112,7 +113,7 @@ def _query_of(
     HEADS: tl.constexpr, WIDTH: tl.constexpr, E4M3: tl.constexpr, COMPUTE: tl.constexpr,
     FP8: tl.constexpr, HARDWARE_E4M3: tl.constexpr,
 ):  # fmt: skip
-    """Query ``[HEADS, WIDTH]`` of one token in the type of the product, and its weights."""
+    """Query ``[HEADS, WIDTH]`` of one token in the type of the product, and its fp32 weights."""
     head = tl.arange(0, HEADS)
     mine = head < NUM_HEADS
     column = tl.arange(0, WIDTH)
@@ -128,7 +129,7 @@ def _query_of(
 
 @triton.jit
 def _logits_of(k, scale, q, weights, IEEE: tl.constexpr):
-    """Sums over heads of weight times what is positive of the product, times the key's scale."""
+    """Logits of keys: the sum over heads of ``weight * max(q . k, 0)``, times the key's scale."""
     if IEEE:
         products = tl.dot(k, tl.trans(q), input_precision="ieee")
     else:
@@ -171,11 +172,12 @@ def paged_logits_kernel(
     HARDWARE_E4M3: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Logits of rows over their request's pages; grid ``(cdiv(most, TILES * tile), T)``.
+    """Logits of query tokens over their requests' pages; grid ``(cdiv(most, TILES * tile), T)``.
 
-    Shapes: q ``[T, NUM_HEADS, WIDTH]``, weights ``[T, NUM_HEADS]``, data and scale the planes of
-    the pages, table ``[R, blocks]``, requests and lens ``[T]`` int32, logits ``[T, >= most]`` fp32.
-    Keys from a row's length on are neither read nor written.
+    A tile is PAGES * BLOCK_SIZE keys. Shapes: q ``[T, NUM_HEADS, WIDTH]``, weights
+    ``[T, NUM_HEADS]``, table ``[R, blocks]``, requests and lens ``[T]`` int32, logits
+    ``[T, >= most]`` fp32; data and scale are the planes of the pages. Keys from a token's length on
+    are not read, and their logits not written.
     """
     TILE: tl.constexpr = PAGES * BLOCK_SIZE
     token = tl.program_id(1).to(tl.int64)
@@ -195,8 +197,8 @@ def paged_logits_kernel(
         for tile in tl.range(low, high, num_stages=STAGES):
             key = tile * TILE + tl.arange(0, TILE)
             there = key < length
-            # An entry for each key: reshaped from one for each page, the compiler would no longer
-            # see that 16 bytes of a row can be loaded at a time.
+            # The table is read for each key, not for each page: after a reshape the compiler would
+            # no longer see that 16 bytes of a row can be loaded at a time.
             block = tl.load(table + key // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
             inside = tl.arange(0, TILE) % BLOCK_SIZE
             at = block * data_block + inside * WIDTH
@@ -239,17 +241,19 @@ def ragged_logits_kernel(
     HARDWARE_E4M3: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Logits of rows over keys ``[start, end)`` of compact rows; grid ``(key tiles, row blocks)``.
+    """Logits of query tokens over keys ``[start, end)`` of compact rows; grid
+    ``(key tiles, blocks of query tokens)``.
 
-    Shapes: q and weights as above, data ``[S, WIDTH]``, scale ``[S]``, starts and ends ``[T]``
-    int32, logits ``[T, *]`` fp32, of which column i is key start + i.
+    Shapes: q ``[T, NUM_HEADS, WIDTH]``, weights ``[T, NUM_HEADS]``, data ``[S, WIDTH]``, scale
+    ``[S]``, starts and ends ``[T]`` int32, logits ``[T, *]`` fp32. Column i of a token's logits is
+    key ``start + i``.
     """
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     real = row < num_rows
     starts = tl.load(starts_ptr + row, mask=real, other=2147483647)
     ends = tl.load(ends_ptr + row, mask=real, other=0)
     first = tl.program_id(0) * TILE
-    # Rows of no key must not widen what the block sees.
+    # A query token without keys must not widen the range of keys of its block.
     low = tl.min(tl.where(ends > starts, starts, 2147483647), 0)
     high = tl.minimum(tl.max(ends, 0), num_keys)
     if (low < first + TILE) & (high > first):
@@ -278,7 +282,7 @@ def ragged_logits_kernel(
 
 @triton.jit
 def _ordered(logits):
-    """int64 that are ordered as numbers are, from 0 for NaN on; -0 is 0."""
+    """int64 values in the order of the logits; NaN becomes 0, the lowest, and -0 counts as 0."""
     logits = tl.where(logits == 0.0, 0.0, logits)
     bits = logits.to(tl.int32, bitcast=True)
     signed = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
@@ -308,11 +312,14 @@ def select_topk_kernel(
     TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """The TOPK largest of each row's first ``length`` logits, by rising position; grid ``(T,)``.
+    """List the TOPK largest of a row's first ``length`` logits, by rising position; grid ``(T,)``.
 
-    Digits of the smallest that is taken are found one after another, from counts of them; among
-    equals the lower positions are taken. Written: positions, or slots of them by ``table``, or
-    positions plus ``offsets[row]``; then -1. All int32; lens, offsets, out lens ``[T]``.
+    The kernel finds the smallest logit that is taken digit by digit, from histograms of digits.
+    Among equal logits the lower positions are taken.
+
+    It writes positions; with ``table``, the slots of the positions; with ``offsets``,
+    ``offsets[row]`` is added. The rest of a list is -1. Lists are ``[T, TOPK]``; lens, offsets and
+    out lens are ``[T]``; all are int32.
     """
     token = tl.program_id(0).to(tl.int64)
     length = tl.maximum(tl.load(lens_ptr + token), 0)

@@ -32,7 +32,7 @@ _GATHER_ROWS = 16
 def write_keys_call(
     k_index: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor, *, hardware_e4m3: bool
 ) -> KernelCall:
-    """The launch of :func:`attn.ops.indexer.write_index_keys`, with its arguments."""
+    """The launch of :func:`attn.ops.indexer.write_index_keys`, which explains the arguments."""
     width = k_index.shape[-1]
     data, scale = planes_of(kv_cache, width)
     arguments = {
@@ -55,7 +55,7 @@ def write_keys_call(
 def gather_keys_call(
     kv_cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor, out_scale: torch.Tensor
 ) -> KernelCall:
-    """The launch of :func:`attn.ops.indexer.gather_index_keys`, with its arguments."""
+    """The launch of :func:`attn.ops.indexer.gather_index_keys`, which explains the arguments."""
     width = out.shape[1]
     data, scale = planes_of(kv_cache, width)
     arguments = {
@@ -75,7 +75,7 @@ def gather_keys_call(
 
 
 def planes_of(kv_cache: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Data ``[N, 64, width]`` as patterns, and scales ``[N, 64, 1]``, of planar pages."""
+    """The planes of pages: data ``[N, 64, width]`` as uint8 patterns, and scales ``[N, 64, 1]``."""
     views = latent_views(kv_cache, LatentFormat.INDEXER_FP8.row(width))
     return views["data"].view(torch.uint8), views["scale"]
 
@@ -87,7 +87,7 @@ def _query_arguments(
     is_e4m3 = query.dtype == _E4M3
     compute = tl.float16 if is_e4m3 else _TYPES[query.dtype]
     if INTERPRETED.value and query.dtype == torch.bfloat16:
-        # The interpreter multiplies bf16 wrongly.
+        # Triton's interpreter multiplies bf16 wrongly.
         compute = tl.float32
     return {
         "q_ptr": query.view(torch.uint8) if is_e4m3 else query,
@@ -118,11 +118,11 @@ def paged_logits_call(
     *,
     hardware_e4m3: bool,
 ) -> KernelCall:
-    """The launch of :func:`attn.ops.indexer.paged_index_logits`, with its arguments."""
+    """The launch of :func:`attn.ops.indexer.paged_index_logits`, which explains the arguments."""
     data, scale = planes_of(kv_cache, query.shape[2])
     most = min(logits.shape[1], block_table.shape[1] * INDEXER_PAGE)
     if tile.hopper_pages:
-        # Gluon only where it is used.
+        # Gluon is imported only where it is used.
         from attn.kernels.sparse.hopper_launch import is_aligned
         from attn.kernels.sparse.indexer.hopper_launch import hopper_paged_logits_call
 
@@ -161,7 +161,7 @@ def ragged_logits_call(
     *,
     hardware_e4m3: bool,
 ) -> KernelCall:
-    """The launch of :func:`attn.ops.indexer.ragged_index_logits`, with its arguments."""
+    """The launch of :func:`attn.ops.indexer.ragged_index_logits`, which explains the arguments."""
     arguments = _query_arguments(query, weights, tile, hardware_e4m3) | {
         "data_ptr": data.view(torch.uint8),
         "scale_ptr": scale,
@@ -190,7 +190,7 @@ def select_topk_call(
     offsets: torch.Tensor | None,
     tile: IndexTile,
 ) -> KernelCall:
-    """The launch of :func:`attn.ops.indexer.select_topk`, with its arguments."""
+    """The launch of :func:`attn.ops.indexer.select_topk`, which explains the arguments."""
     topk = out.shape[1]
     arguments = {
         "logits_ptr": logits,
