@@ -458,7 +458,7 @@ class Scaling:
 
     @gluon.jit
     def with_factor(self, factor):
-        """The same with the factor of a tile."""
+        """Make the scaling of a tile, whose factor is ``factor``."""
         return Scaling(factor=factor, soft_cap=self.soft_cap, SOFT_CAP=self.SOFT_CAP)
 
 
@@ -503,11 +503,12 @@ class QueryRing:
     """``[STAGES * WARP_GROUPS * WIDTH / 64, 64 / PACKED, PACKED, 64]``, queries as TMA writes
     them."""
     extra_boxes: gl.shared_memory_descriptor
-    """``[STAGES * WARP_GROUPS, 64 / PACKED, PACKED, 64]``, their EXTRA columns."""
+    """``[STAGES * WARP_GROUPS, 64 / PACKED, PACKED, 64]``, EXTRA columns of queries as TMA writes
+    them; not read without EXTRA."""
     tiles: gl.shared_memory_descriptor
     """``[STAGES * WARP_GROUPS, 64, WIDTH]``, the same queries as products read them."""
     extra_tiles: gl.shared_memory_descriptor
-    """``[STAGES * WARP_GROUPS, 64, 64]``, their EXTRA columns."""
+    """``[STAGES * WARP_GROUPS, 64, 64]``, EXTRA columns of queries as products read them."""
     records: gl.shared_memory_descriptor
     """``[STAGES * RECORD, 1]`` int32, the numbers of each stage's :class:`QueryTile`."""
     full: gl.shared_memory_descriptor
@@ -536,15 +537,17 @@ class TileRing:
     boxes: gl.shared_memory_descriptor
     """``[STAGES * HALVES * KV_TILE / RUN, 1, RUN, 1, 64]``, rows as TMA writes them."""
     extra_boxes: gl.shared_memory_descriptor
-    """``[STAGES * KV_TILE / RUN, 1, RUN, 1, 64]``, EXTRA columns of keys."""
+    """``[STAGES * KV_TILE / RUN, 1, RUN, 1, 64]``, EXTRA columns of keys as TMA writes them; not
+    read without EXTRA."""
     tiles: gl.shared_memory_descriptor
     """``[STAGES, KV_TILE, columns]``, the same rows as products read them."""
     extra_tiles: gl.shared_memory_descriptor
-    """``[STAGES, KV_TILE, 64]``, EXTRA columns of keys."""
+    """``[STAGES, KV_TILE, 64]``, EXTRA columns of keys as products read them."""
     runs: gl.shared_memory_descriptor
-    """``[STAGES * HALVES * KV_TILE / RUN, RUN, 64]``, the same values by runs; keys have none."""
+    """``[STAGES * HALVES * KV_TILE / RUN, RUN, 64]``, the same values by runs; not read of keys."""
     words: gl.shared_memory_descriptor
-    """``[STAGES, KV_TILE, columns / 2]`` int32, the same rows as converters write them: pairs."""
+    """``[STAGES, KV_TILE, columns / 2]`` int32, the same rows in pairs, as converters write them;
+    not written where TMA writes boxes."""
     full: gl.shared_memory_descriptor
     """``[STAGES, 1]`` mbarriers: the tile is there."""
     empty: gl.shared_memory_descriptor
@@ -582,11 +585,11 @@ class Rings:
     """The rings of keys and of values, which turn together."""
 
     keys: TileRing
-    """Of keys."""
+    """The ring of keys."""
     values: TileRing
-    """Of values. JOINT, its stages are empty when those of keys are, by the same barriers."""
+    """The ring of values. With JOINT its ``empty`` are the barriers of the ring of keys."""
     cleared: gl.shared_memory_descriptor
-    """``[1]`` mbarriers: who clears the values behind a request's last has done so."""
+    """``[1]`` mbarrier: the values behind a request's last token have been cleared."""
     JOINT: gl.constexpr
     """bool, keys of a turn and the values of the turn before are given back by one barrier."""
 
@@ -600,7 +603,7 @@ class Schedule:
     num_tiles_ptr: gl.tensor
     """``[1]`` int32, tiles of tokens."""
     counter_ptr: gl.tensor
-    """``[1]`` int32, 0 between launches: how often a program took another tile."""
+    """``[1]`` int32, how often programs took another tile; 0 between launches."""
     query_start_ptr: gl.tensor
     """``[R + 1]`` int32, where each request's tokens begin."""
     seq_lens_ptr: gl.tensor
@@ -641,17 +644,17 @@ class QueryTile:
 
 @aggregate
 class Rows:
-    """Query rows of a warp group, as far as tiles of keys share what is known of them."""
+    """A warp group's query rows of a tile, and what is the same for all tiles of keys."""
 
     first: Value
-    """int32, position of the first."""
+    """int32, position of the first query."""
     last: Value
-    """int32, position of the last."""
+    """int32, position of the last query."""
     query: gl.tensor
-    """``[64]`` int32, position of each."""
+    """``[64]`` int32, position of each row's query."""
     reach: gl.tensor
-    """``[64]`` int32, last key that causality and the request's length leave to each."""
+    """``[64]`` int32, last key that causality and the request's length leave to each row."""
     range_first: gl.tensor
-    """``[64]`` int32, first key of each one's own ranges."""
+    """``[64]`` int32, first key of each row's own ranges."""
     range_last: gl.tensor
-    """``[64]`` int32, last key of each one's own ranges."""
+    """``[64]`` int32, last key of each row's own ranges."""

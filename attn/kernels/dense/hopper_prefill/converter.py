@@ -148,10 +148,10 @@ def _convert_tiles(
     done, tile, table, rows, ring, DTYPE: gl.constexpr, others, other_ring, BOTH: gl.constexpr,
     cache, shape,
 ):  # fmt: skip
-    """All keys or all values that a tile of queries sees, from the last down; the turn after.
+    """Convert all keys or all values that a tile of queries sees, from the last down.
 
-    ``rows`` are those of its KV head, which go through ``ring`` as DTYPE; with BOTH its values are
-    ``others``, and go through a ring of their own.
+    ``rows`` are those of the tile's KV head; they go through ``ring`` as DTYPE. With BOTH they are
+    keys, and ``others`` are the values, which go through ``other_ring``. Returns the turn after.
     """
     LAYOUT: gl.constexpr = _layout(shape.KV_TILE, shape.WIDTH)
     # Pages are looked up a tile ahead.

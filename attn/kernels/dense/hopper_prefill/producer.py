@@ -18,10 +18,10 @@ _LEAD = gl.constexpr(2)
 def _load_tile(
     ring, desc, table, kv_head, key_tile, tile, turn, room, cache, WAITS: gl.constexpr = True
 ):
-    """Fill the ring's stage of ``turn`` with a tile of keys or values, which ``tile`` sees.
-    WAITS: when there is room for turn ``room``.
+    """Fill the ring's stage of ``turn`` with tile ``key_tile`` of the keys or values of ``tile``.
 
     ``table`` is where the request's part of the block table begins, or, without pages, its keys.
+    With WAITS this waits until there is room for turn ``room``.
     """
     RUNS: gl.constexpr = ring.KV_TILE // ring.RUN
     HALVES: gl.constexpr = ring.HALVES

@@ -65,9 +65,9 @@ def _place_of(work, num_tiles, schedule, SHARED: gl.constexpr):
 
 @gluon.jit
 def tile_at(work, num_tiles, schedule, mask, shape):
-    """The tile of that number, of a step's ``num_tiles`` for each of HEADS tiles of heads.
+    """Find the tile of queries number ``work``, of ``num_tiles`` for each tile of heads.
 
-    It has one tile of keys at least.
+    It has at least one tile of keys.
     """
     TOKENS: gl.constexpr = shape.WARP_GROUPS * 64 // shape.PACKED
     KV_TILE: gl.constexpr = shape.KV_TILE
@@ -129,7 +129,7 @@ def publish(records, stage, tile, WARPS: gl.constexpr):
 
 @gluon.jit
 def told(records, stage):
-    """The others' part: the tile of that stage, without the first visible key."""
+    """The consumers' part: read which tile a stage has, without the first visible key."""
     place = stage * RECORD
     return QueryTile(
         head=_take(records, place),
@@ -147,8 +147,8 @@ def told(records, stage):
 
 @gluon.jit
 def told_of_keys(records, stage):
-    """Who loads values is told: tile of heads, request, the first visible key, keys of the request,
-    and the tiles of keys.
+    """The part of who loads values: read tile of heads, request, first visible key, tokens of the
+    request's keys, and tiles of keys ``[low, high)``.
     """
     place = stage * RECORD
     return (
