@@ -42,8 +42,8 @@ def line_of(function, text: str) -> int:
 
 PUT = line_of(tiles._put, "store")
 TAKE = line_of(tiles._take, "load")
-SEND = line_of(decode_consume._send, "letter.index(0).store")
-RECEIVE = line_of(decode_consume._with_sent, "letter.index(0).load")
+SEND = line_of(decode_consume._send, "mailbox.acc.index(0).store")
+RECEIVE = line_of(decode_consume._with_sent, "mailbox.acc.index(0).load")
 DISPATCHED = line_of(decode.hopper_decode_kernel, "warp_specialize")
 DEFINED = line_of(decode.hopper_decode_kernel, "def ")
 

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from attn.kernels.lang.compat import aggregate
 from attn.kernels.lang.masks import last_visible, masked, own_range, seen_by_all
@@ -19,6 +19,8 @@ from builders.splitkv.device.segments import first_visible
 
 Value: TypeAlias = gl.tensor | gl.constexpr
 """The type of a field that is a tensor, or a constexpr where a caller gives None or a number."""
+Descriptor: TypeAlias = tma.tensor_descriptor | gl.constexpr
+"""The type of a field that is a tensor descriptor, or None where rows are read by pointers."""
 
 
 @aggregate
@@ -213,10 +215,11 @@ class Query:
 class Cache:
     """The paged KV cache of a layer."""
 
-    k_desc: tma.tensor_descriptor
-    """Descriptor of keys ``[N, BLOCK_SIZE, Hk, columns]`` in boxes ``[1, RUN, 1, 64]``."""
-    v_desc: tma.tensor_descriptor
-    """Descriptor of values ``[N, BLOCK_SIZE, Hk, columns]`` in boxes ``[1, RUN, 1, 64]``."""
+    k_desc: Descriptor
+    """Descriptor of keys ``[N, BLOCK_SIZE, Hk, columns]`` in boxes ``[1, RUN, 1, 64]``; dense keys,
+    which have no pages, are ``[1, T, Hk, columns]``."""
+    v_desc: Descriptor
+    """Descriptor of values, which are shaped as the keys are."""
     table_ptr: gl.tensor
     """``[R, table_row]`` int32, pages of the requests."""
     table_row: Value
@@ -228,7 +231,21 @@ class Cache:
     scale_head: Value
     """int32, elements from a head's scale to the next one's: 0 where all heads share one scale."""
     BLOCK_SIZE: gl.constexpr
-    """int, tokens of a page."""
+    """int, tokens of a page; 0 where keys are dense."""
+
+
+@aggregate
+class StoredRows:
+    """Keys, or values, of a paged cache of 8 bits, which are read by pointers."""
+
+    rows_ptr: Value
+    """``[N, BLOCK_SIZE, Hk, SIZE]`` of 8 bits; None where the cache has 16 bits."""
+    per_block: Value
+    """int32, words of four bytes from a page to the next one."""
+    per_token: Value
+    """int32, words of four bytes from a token to the next one of its page."""
+    per_head: Value
+    """int32, words of four bytes from a head to the next one."""
 
 
 @aggregate
@@ -425,3 +442,219 @@ class Cells:
     """``[FINISH_ROWS]`` bool, whether a state has the row."""
     mask: gl.tensor
     """``[FINISH_ROWS, FINISH_WIDTH]`` bool, whether a state has the element."""
+
+
+@aggregate
+class Scaling:
+    """What makes scores of products of queries and keys."""
+
+    factor: gl.tensor
+    """fp32, by which products are multiplied: the layer's scale; without SOFT_CAP times log2(e); of
+    a tile, times the scale of its keys."""
+    soft_cap: Value
+    """fp32, bound of the scores; read with SOFT_CAP."""
+    SOFT_CAP: gl.constexpr
+    """bool, scores are bounded."""
+
+    @gluon.jit
+    def with_factor(self, factor):
+        """Make the scaling of a tile, whose factor is ``factor``."""
+        return Scaling(factor=factor, soft_cap=self.soft_cap, SOFT_CAP=self.SOFT_CAP)
+
+
+@aggregate
+class Shape:
+    """Sizes and layouts of prefill: a tile of queries by tiles of keys."""
+
+    GROUP: gl.constexpr
+    """int, query heads of a KV head."""
+    PACKED: gl.constexpr
+    """int, query heads of a tile: row ``i`` is of head ``i % PACKED``."""
+    WARP_GROUPS: gl.constexpr
+    """int, warp groups that multiply, each 64 rows of a tile."""
+    KV_TILE: gl.constexpr
+    """int, tokens of a tile of keys."""
+    WIDTH: gl.constexpr
+    """int, columns of queries, keys and values in shared memory, a multiple of 64."""
+    EXTRA: gl.constexpr
+    """int, columns that queries and keys have beyond WIDTH, 0 or 64."""
+    SIZE: gl.constexpr
+    """int, columns of a head's values."""
+    KIND: gl.constexpr
+    """int, how the cache stores elements, as in ``attn/kernels/lang/stored.py``: above 0, as 8 bits
+    that the kernel converts."""
+    DTYPE: gl.constexpr
+    """Type of queries and keys in shared memory."""
+    VALUE: gl.constexpr
+    """Type of values in shared memory, and of weights."""
+    SCORES: gl.constexpr
+    """Layout of scores ``[64, KV_TILE]``."""
+    OUTPUT: gl.constexpr
+    """Layout of outputs ``[64, WIDTH]``."""
+
+
+@aggregate
+class QueryRing:
+    """Stages in shared memory, through which tiles of queries come, and which tile each is."""
+
+    desc: tma.tensor_descriptor
+    """Descriptor of queries ``[T, H, columns]`` in boxes ``[64 / PACKED, PACKED, 64]``."""
+    boxes: gl.shared_memory_descriptor
+    """``[STAGES * WARP_GROUPS * WIDTH / 64, 64 / PACKED, PACKED, 64]``, queries as TMA writes
+    them."""
+    extra_boxes: gl.shared_memory_descriptor
+    """``[STAGES * WARP_GROUPS, 64 / PACKED, PACKED, 64]``, EXTRA columns of queries as TMA writes
+    them; not read without EXTRA."""
+    tiles: gl.shared_memory_descriptor
+    """``[STAGES * WARP_GROUPS, 64, WIDTH]``, the same queries as products read them."""
+    extra_tiles: gl.shared_memory_descriptor
+    """``[STAGES * WARP_GROUPS, 64, 64]``, EXTRA columns of queries as products read them."""
+    records: gl.shared_memory_descriptor
+    """``[STAGES * RECORD, 1]`` int32, the numbers of each stage's :class:`QueryTile`."""
+    full: gl.shared_memory_descriptor
+    """``[STAGES, 1]`` mbarriers: queries and numbers are there."""
+    empty: gl.shared_memory_descriptor
+    """``[STAGES, 1]`` mbarriers: they have been read."""
+    STAGES: gl.constexpr
+    """int, tiles of queries that are under way."""
+
+    @gluon.jit
+    def wait_full(self, turn):
+        """Wait until the tile of that turn is there."""
+        mbarrier.wait(self.full.index(turn % self.STAGES), (turn // self.STAGES) & 1)
+
+    @gluon.jit
+    def wait_empty(self, turn):
+        """Wait until there is room for the tile of that turn."""
+        # A fresh barrier lets parity 1 pass at once.
+        mbarrier.wait(self.empty.index(turn % self.STAGES), ((turn // self.STAGES) & 1) ^ 1)
+
+
+@aggregate
+class TileRing:
+    """Stages in shared memory, through which tiles of keys come, or tiles of values."""
+
+    boxes: gl.shared_memory_descriptor
+    """``[STAGES * HALVES * KV_TILE / RUN, 1, RUN, 1, 64]``, rows as TMA writes them."""
+    extra_boxes: gl.shared_memory_descriptor
+    """``[STAGES * KV_TILE / RUN, 1, RUN, 1, 64]``, EXTRA columns of keys as TMA writes them; not
+    read without EXTRA."""
+    tiles: gl.shared_memory_descriptor
+    """``[STAGES, KV_TILE, columns]``, the same rows as products read them."""
+    extra_tiles: gl.shared_memory_descriptor
+    """``[STAGES, KV_TILE, 64]``, EXTRA columns of keys as products read them."""
+    runs: gl.shared_memory_descriptor
+    """``[STAGES * HALVES * KV_TILE / RUN, RUN, 64]``, the same values by runs; not read of keys."""
+    words: gl.shared_memory_descriptor
+    """``[STAGES, KV_TILE, columns / 2]`` int32, the same rows in pairs, as converters write them;
+    not written where TMA writes boxes."""
+    full: gl.shared_memory_descriptor
+    """``[STAGES, 1]`` mbarriers: the tile is there."""
+    empty: gl.shared_memory_descriptor
+    """``[STAGES, 1]`` mbarriers: it has been read."""
+    STAGES: gl.constexpr
+    """int, tiles that are under way."""
+    HALVES: gl.constexpr
+    """int, boxes of 64 columns side by side, without EXTRA ones."""
+    EXTRA: gl.constexpr
+    """int, columns beyond them: 0 for values."""
+    KV_TILE: gl.constexpr
+    """int, tokens of a tile."""
+    RUN: gl.constexpr
+    """int, tokens of a box: they lie in one page."""
+
+    @gluon.jit
+    def wait_full(self, turn, there_is=True):
+        """Wait until the tile of that turn is there, if there is one."""
+        mbarrier.wait(self.full.index(turn % self.STAGES), (turn // self.STAGES) & 1, pred=there_is)
+
+    @gluon.jit
+    def wait_empty(self, turn):
+        """Wait until there is room for the tile of that turn."""
+        # A fresh barrier lets parity 1 pass at once.
+        mbarrier.wait(self.empty.index(turn % self.STAGES), ((turn // self.STAGES) & 1) ^ 1)
+
+    @gluon.jit
+    def give_back(self, turn, there_is=True):
+        """Say that the tile of that turn has been read, if there is one."""
+        mbarrier.arrive(self.empty.index(turn % self.STAGES), count=1, pred=there_is)
+
+
+@aggregate
+class Rings:
+    """The rings of keys and of values, which turn together."""
+
+    keys: TileRing
+    """The ring of keys."""
+    values: TileRing
+    """The ring of values. With JOINT its ``empty`` are the barriers of the ring of keys."""
+    cleared: gl.shared_memory_descriptor
+    """``[1]`` mbarrier: the values behind a request's last token have been cleared."""
+    JOINT: gl.constexpr
+    """bool, keys of a turn and the values of the turn before are given back by one barrier."""
+
+
+@aggregate
+class Schedule:
+    """The tiles of a step: each is of one request's tokens, for PACKED of its query heads."""
+
+    tile_starts_ptr: gl.tensor
+    """``[R + 1]`` int32, tiles of tokens before each request."""
+    num_tiles_ptr: gl.tensor
+    """``[1]`` int32, tiles of tokens."""
+    counter_ptr: gl.tensor
+    """``[1]`` int32, how often programs took another tile; 0 between launches."""
+    query_start_ptr: gl.tensor
+    """``[R + 1]`` int32, where each request's tokens begin."""
+    seq_lens_ptr: gl.tensor
+    """``[R]`` int32, tokens of each request's keys."""
+    num_reqs: Value
+    """int32, requests."""
+    programs: Value
+    """int32, programs of the launch."""
+    HEADS: gl.constexpr
+    """int, tiles of query heads."""
+
+
+@aggregate
+class QueryTile:
+    """A tile of queries, and which tiles of keys they see."""
+
+    head: Value
+    """int32, tile of query heads."""
+    req: Value
+    """int32, request."""
+    row: Value
+    """int32, first row of the query."""
+    left: Value
+    """int32, tokens of the request from there on."""
+    position: Value
+    """int32, position of the first token in the request."""
+    kv_len: Value
+    """int32, tokens of the request's keys."""
+    causal: Value
+    """int32, not 0 where the request is causal."""
+    start: Value
+    """int32, the first key that a query sees; None where nobody asks."""
+    low: Value
+    """int32, the first tile of keys."""
+    high: Value
+    """int32, the tile of keys after the last; 0 where there is no tile of queries."""
+
+
+@aggregate
+class Rows:
+    """A warp group's query rows of a tile, and what is the same for all tiles of keys."""
+
+    first: Value
+    """int32, position of the first query."""
+    last: Value
+    """int32, position of the last query."""
+    query: gl.tensor
+    """``[64]`` int32, position of each row's query."""
+    reach: gl.tensor
+    """``[64]`` int32, last key that causality and the request's length leave to each row."""
+    range_first: gl.tensor
+    """``[64]`` int32, first key of each row's own ranges."""
+    range_last: gl.tensor
+    """``[64]`` int32, last key of each row's own ranges."""

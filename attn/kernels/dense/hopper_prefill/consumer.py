@@ -12,11 +12,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attn.kernels.dense.hopper_prefill.scheduler import is_joint, sum_of_own, told, wide
+from attn.kernels.dense.hopper_prefill.scheduler import sum_of_own, told, wide
 from attn.kernels.lang.constants import LOG2E
-from attn.kernels.lang.masks import biased, is_visible, own_range, reach_of, seen_by_all
+from attn.kernels.lang.masks import biased, reach_of
 from attn.kernels.lang.numerics import encode_e4m3
 from attn.kernels.lang.opaque import opaque_zero
+from attn.kernels.lang.structures import QueryTile, Rows
 
 _LN2 = tl.constexpr(0.6931471805599453)
 _OWN = gl.constexpr(55)
@@ -40,7 +41,7 @@ def _up_to(scores, key, last):
 
 @gluon.jit
 def _within(scores, key, query, window):
-    """The same of keys from the query's own back, ``window`` of them."""
+    """Scores of the last ``window`` keys up to the query's own, minus infinity for others."""
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 a; sub.s32 a, $3, $2; setp.lt.u32 p, a, $4;"
         " selp.f32 $0, $1, 0fFF800000, p; }",
@@ -49,48 +50,55 @@ def _within(scores, key, query, window):
 
 
 @gluon.jit
+def _masked(scores, first_key, rows, kv_len, mask):
+    """A tile of scores, minus infinity where a row does not see the key; the first of the tile's
+    keys is ``first_key``.
+    """
+    number = gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, scores.type.layout))
+    # A column is the sum of a constant of its register and a number of its thread, which goes to
+    # the other side: each score is compared by a constant, in one instruction. With fewer keys
+    # heads are wide, and leave no register for that number.
+    MANY: gl.constexpr = scores.shape[1] >= 128
+    BACK: gl.constexpr = mask.CAUSAL == 1 and mask.WINDOW and not mask.CHUNK and not mask.RANGES
+    known, others = number & ~6, number & 6
+    if MANY and not (mask.WINDOW or mask.CHUNK or mask.RANGES):
+        away = (rows.reach - first_key)[:, None] - others[None, :]
+        scores = _up_to(scores, known[None, :], away)
+    elif MANY and BACK:
+        # Both edges in one comparison: a query is one of the keys that it sees, the last.
+        away = (rows.query - first_key)[:, None] - others[None, :]
+        scores = _within(scores, known[None, :], away, mask.window)
+    else:
+        key = first_key + number
+        if BACK:
+            away = rows.query[:, None] - key[None, :]
+            seen = away.to(gl.uint32, bitcast=True) < mask.window.to(gl.uint32)
+            scores = gl.where(seen, scores, float("-inf"))
+        else:
+            scores = mask.masked(
+                scores, rows.query, key, rows.reach, kv_len, rows.range_first, rows.range_last
+            )
+    return scores
+
+
+@gluon.jit
 def _softmax(
-    scores, m, l, factor, soft_cap, query, reach, kv_len, first_key, window, chunk, lookback,
-    range_first, range_last, MASKED: gl.constexpr, SOFT_CAP: gl.constexpr, CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr, CHUNK: gl.constexpr, RANGES: gl.constexpr, CLAMP: gl.constexpr,
+    scores, m, l, first_key, rows, kv_len, scaling, mask, MASKED: gl.constexpr,
     FIRST: gl.constexpr = False,
 ):  # fmt: skip
     """Weights of a tile of scores and the row's new maximum, sum and what its past is worth.
 
     A row's scores are in four threads of a warp, which exchange maxima; sums stay by thread,
-    ``[64, 4]``, until the row is written. ``factor`` turns the maximum (of raw scores, or of log2
-    units under a soft cap) into log2 units. FIRST: there is no past.
+    ``[64, 4]``, until the row is written. The factor of ``scaling`` turns the maximum (of raw
+    scores, or of log2 units under a soft cap) into log2 units. MASKED: a row may not see all of the
+    tile's keys, which begin at ``first_key``. FIRST: there is no past.
     """
-    if SOFT_CAP:
-        scores = biased(scores * factor, None, None, soft_cap, True, 0, False)
+    factor = scaling.factor
+    if scaling.SOFT_CAP:
+        scores = biased(scores * factor, None, None, scaling.soft_cap, True, 0, False)
         factor = 1.0
     if MASKED:
-        number = gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, scores.type.layout))
-        # A column is the sum of a constant of its register and a number of its thread, which goes
-        # to the other side: each score is compared by a constant, in one instruction. With fewer
-        # keys heads are wide, and leave no register for that number.
-        MANY: gl.constexpr = scores.shape[1] >= 128
-        BACK: gl.constexpr = CAUSAL == 1 and WINDOW and not CHUNK and not RANGES
-        known, others = number & ~6, number & 6
-        if MANY and not (WINDOW or CHUNK or RANGES):
-            scores = _up_to(scores, known[None, :], (reach - first_key)[:, None] - others[None, :])
-        elif MANY and BACK:
-            # Both edges in one comparison: a query is one of the keys that it sees, the last.
-            away = (query - first_key)[:, None] - others[None, :]
-            scores = _within(scores, known[None, :], away, window)
-        else:
-            key = first_key + number
-            if BACK:
-                away = query[:, None] - key[None, :]
-                seen = away.to(gl.uint32, bitcast=True) < window.to(gl.uint32)
-            else:
-                seen = is_visible(
-                    query[:, None], key[None, :], reach[:, None], kv_len, window, chunk, lookback,
-                    0, range_first[:, None], range_last[:, None], CAUSAL, WINDOW, CHUNK, False,
-                    RANGES, CLAMP,
-                )  # fmt: skip
-            scores = gl.where(seen, scores, float("-inf"))
-    if MASKED:
+        scores = _masked(scores, first_key, rows, kv_len, mask)
         most = gl.max(scores, 1)
     else:
         # Of pairs first, which do not wait for each other: with it a step issues in 1000 clocks,
@@ -157,83 +165,85 @@ def _unpack(pairs, DTYPE: gl.constexpr, KV_TILE: gl.constexpr, LAYOUT: gl.conste
 
 
 @gluon.jit
-def _scores(q, q_more, k_tiles, k_more, stage, KV_TILE: gl.constexpr, EXTRA: gl.constexpr):
-    """Scores of a tile of keys, under way: of EXTRA columns in a product of their own."""
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16])
+def _scores(place, turn, queries, keys, shape):
+    """Scores of a tile of keys, under way: of EXTRA columns in a product of their own.
+
+    Queries are those of ``place`` in their ring, keys those of ``turn`` in theirs.
+    """
+    q = queries.tiles.index(place)
+    q_extra = queries.extra_tiles.index(place)
+    stage = turn % keys.STAGES
     scores = warpgroup_mma(
         q,
-        k_tiles.index(stage).permute((1, 0)),
-        gl.zeros([64, KV_TILE], gl.float32, SCORES),
+        keys.tiles.index(stage).permute((1, 0)),
+        gl.zeros([64, shape.KV_TILE], gl.float32, shape.SCORES),
         use_acc=False,
         is_async=True,
     )
-    if EXTRA > 0:
-        scores = warpgroup_mma(q_more, k_more.index(stage).permute((1, 0)), scores, is_async=True)
+    if shape.EXTRA > 0:
+        scores = warpgroup_mma(
+            q_extra,
+            keys.extra_tiles.index(stage).permute((1, 0)),
+            scores,
+            is_async=True,
+        )
     return scores
 
 
 @gluon.jit
 def _step(
-    i, done, high, place, is_last, q_tiles, q_more, k_tiles, k_more, v_tiles, q_empty, k_full,
-    k_empty, v_full, v_empty, acc, pairs, m, l, factor, soft_cap, query, reach, kv_len, window,
-    chunk, lookback, range_first, range_last, MASKED: gl.constexpr, DTYPE: gl.constexpr,
-    KV_TILE: gl.constexpr, WIDTH: gl.constexpr, EXTRA: gl.constexpr, Q_STAGES: gl.constexpr,
-    STAGES: gl.constexpr, JOINT: gl.constexpr, SOFT_CAP: gl.constexpr, CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr, CHUNK: gl.constexpr, RANGES: gl.constexpr, CLAMP: gl.constexpr,
+    i, done, place, is_last, acc, pairs, m, l, tile, rows, queries, rings, scaling, mask, shape,
+    MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Scores of tile ``i`` (from the last), output of the tile before it.
+    """Scores of tile ``i`` of keys (from the last), output of the tile before it.
 
-    Both products are issued and waited for here: one in flight over a loop's edge would be
-    serialised by ptxas. Keys are given back before the softmax, so that the next are on their way
-    under it, and so are queries of which there is one stage; narrow heads lose more to the barrier
-    than they gain. JOINT: keys and the values before them are given back by one.
+    The queries are those of ``place`` in their ring; ``done`` tiles of keys have been walked for
+    queries before them. Both products are issued and waited for here: one in flight over a loop's
+    edge would be serialised by ptxas. Keys are given back before the softmax, so that the next are
+    on their way under it, and so are queries of which there is one stage; narrow heads lose more to
+    the barrier than they gain.
     """
-    EARLY: gl.constexpr = WIDTH > 64
-    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    left = _unpack(pairs, DTYPE, KV_TILE, gl.DotOperandLayout(0, OUTPUT, 2))
+    EARLY: gl.constexpr = shape.WIDTH > 64
+    OUTPUT: gl.constexpr = shape.OUTPUT
+    left = _unpack(pairs, shape.VALUE, shape.KV_TILE, gl.DotOperandLayout(0, OUTPUT, 2))
     now = done + i
     before = now - 1
-    mbarrier.wait(k_full.index(now % STAGES), (now // STAGES) & 1)
-    scores = _scores(
-        q_tiles.index(place), q_more.index(place), k_tiles, k_more, now % STAGES, KV_TILE, EXTRA
-    )
-    mbarrier.wait(v_full.index(before % STAGES), (before // STAGES) & 1)
-    acc = warpgroup_mma(left, v_tiles.index(before % STAGES), acc, is_async=True)
+    rings.keys.wait_full(now)
+    scores = _scores(place, now, queries, rings.keys, shape)
+    rings.values.wait_full(before)
+    values = rings.values.tiles.index(before % rings.values.STAGES)
+    acc = warpgroup_mma(left, values, acc, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scores])
     # Each is a barrier of the warp group: side by side they cost one.
     if EARLY:
-        mbarrier.arrive(k_empty.index(now % STAGES), count=1)
-    if Q_STAGES == 1:
-        mbarrier.arrive(q_empty.index(0), count=1, pred=is_last)
+        rings.keys.give_back(now)
+    if queries.STAGES == 1:
+        mbarrier.arrive(queries.empty.index(0), count=1, pred=is_last)
     weights, m, l, shrink = _softmax(
-        scores, m, l, factor, soft_cap, query, reach, kv_len, (high - 1 - i) * KV_TILE, window,
-        chunk, lookback, range_first, range_last, MASKED, SOFT_CAP, CAUSAL, WINDOW, CHUNK, RANGES,
-        CLAMP,
-    )  # fmt: skip
-    if WIDTH <= 64:
+        scores, m, l, (tile.high - 1 - i) * shape.KV_TILE, rows, tile.kv_len, scaling, mask, MASKED
+    )
+    if shape.WIDTH <= 64:
         l = _computed(l)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    if JOINT:
-        mbarrier.arrive(k_empty.index(now % STAGES), count=1)
+    if rings.JOINT:
+        rings.keys.give_back(now)
     else:
         if not EARLY:
-            mbarrier.arrive(k_empty.index(now % STAGES), count=1)
-        mbarrier.arrive(v_empty.index(before % STAGES), count=1)
+            rings.keys.give_back(now)
+        rings.values.give_back(before)
     acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, OUTPUT))[:, None]
-    return acc, _pack(weights, DTYPE, KV_TILE), m, l
+    return acc, _pack(weights, shape.VALUE, shape.KV_TILE), m, l
 
 
 @gluon.jit
-def _clear_tail(
-    v_boxes, stage, live, KV_TILE: gl.constexpr, HALVES: gl.constexpr, RUN: gl.constexpr
-):
-    """Zero the values from ``live`` to the end of its run."""
-    RUNS: gl.constexpr = KV_TILE // RUN
+def _clear_tail(values, stage, live):
+    """Zero the values of a stage from its token ``live`` to the end of that token's run."""
+    RUNS: gl.constexpr = values.KV_TILE // values.RUN
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    run = live // RUN
-    row = run * RUN + gl.arange(0, RUN, layout=gl.SliceLayout(1, LAYOUT))
-    for half in gl.static_range(HALVES):
-        box = v_boxes.index((stage * HALVES + half) * RUNS + run)
+    run = live // values.RUN
+    row = run * values.RUN + gl.arange(0, values.RUN, layout=gl.SliceLayout(1, LAYOUT))
+    for half in gl.static_range(values.HALVES):
+        box = values.runs.index((stage * values.HALVES + half) * RUNS + run)
         rows = box.load(LAYOUT)
         box.store(gl.where((row < live)[:, None], rows, 0.0))
     # Generic stores before wgmma reads them, and before TMA overwrites them.
@@ -253,24 +263,22 @@ def _taken_apart(row, OWN: gl.constexpr, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def _write(
-    m, l, acc, factor, v_factor, first_row, left, head, out_ptr, lse_ptr, output_scale_ptr,
-    sinks_ptr, out_token, out_head, lse_token, PACKED: gl.constexpr, WIDTH: gl.constexpr,
-    SIZE: gl.constexpr, SOFT_CAP: gl.constexpr, SINKS: gl.constexpr, FP8_OUT: gl.constexpr,
-    LSE: gl.constexpr,
-):  # fmt: skip
-    """Normalise 64 rows, and write those of the ``left`` tokens of the request."""
-    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+def _write(m, l, acc, tile, scaling, v_factor, out, shape):
+    """Normalise a warp group's rows of a tile, and write those whose tokens the request has."""
+    PACKED: gl.constexpr = shape.PACKED
+    WIDTH: gl.constexpr = shape.WIDTH
+    OUTPUT: gl.constexpr = shape.OUTPUT
+    out_ptr = out.out_ptr
     SUMS: gl.constexpr = m.type.layout
     row = gl.arange(0, 64, layout=SUMS)
-    wanted = row // PACKED < left
-    at = (first_row + row // PACKED).to(gl.int64)
+    wanted = row // PACKED < tile.left
+    at = (tile.row + row // PACKED).to(gl.int64)
     some = m > float("-inf")
     l = gl.convert_layout(gl.sum(l, 1), SUMS)
-    if not SOFT_CAP:
-        m = m * factor
-    if SINKS:
-        sink = gl.load(sinks_ptr + head * PACKED + row % PACKED).to(gl.float32) * LOG2E
+    if not scaling.SOFT_CAP:
+        m = m * scaling.factor
+    if out.SINKS:
+        sink = gl.load(out.sinks_ptr + tile.head * PACKED + row % PACKED).to(gl.float32) * LOG2E
         top = gl.where(some, gl.maximum(m, sink), m)
         base = gl.where(some, top, 0.0)
         shrink = gl.exp2(m - base)
@@ -278,13 +286,13 @@ def _write(
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, OUTPUT))[:, None]
         m = top
     inverse = v_factor / gl.where(some, l, 1.0)
-    if FP8_OUT:
-        inverse = inverse / gl.load(output_scale_ptr)
-    out = acc * gl.convert_layout(inverse, gl.SliceLayout(1, OUTPUT))[:, None]
-    if FP8_OUT:
-        narrow = encode_e4m3(out, True)
+    if out.FP8_OUT:
+        inverse = inverse / gl.load(out.output_scale_ptr)
+    result = acc * gl.convert_layout(inverse, gl.SliceLayout(1, OUTPUT))[:, None]
+    if out.FP8_OUT:
+        narrow = encode_e4m3(result, True)
     else:
-        narrow = out.to(out_ptr.dtype.element_ty)
+        narrow = result.to(out_ptr.dtype.element_ty)
     # By way of shared memory to rows of 16 bytes per thread, where there is room for it.
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     IS_NARROW: gl.constexpr = WIDTH <= 128 and out_ptr.dtype.element_ty != gl.float32
@@ -294,9 +302,9 @@ def _write(
     OWN: gl.constexpr = (63 if WIDTH <= 64 else 7) if IS_NARROW else _OWN
     token, lane = _taken_apart(gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS)), OWN, PACKED)
     column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, ROWS))
-    offset = (first_row + token).to(gl.int64) * wide(out_token)
-    offset += (head * PACKED + lane) * wide(out_head)
-    mask = (token < left)[:, None] & (column < SIZE)[None, :]
+    offset = (tile.row + token).to(gl.int64) * wide(out.out_token)
+    offset += (tile.head * PACKED + lane) * wide(out.out_head)
+    mask = (token < tile.left)[:, None] & (column < shape.SIZE)[None, :]
     if IS_NARROW:
         places = offset[:, None] + column[None, :]
     else:
@@ -306,35 +314,32 @@ def _write(
         rest = gl.max_contiguous(gl.multiple_of(column & ~6, 2), 2)
         places = (offset[:, None] + own[None, :]) + rest[None, :]
     gl.store(out_ptr + places, narrow, mask=mask)
-    if LSE:
+    if out.LSE:
         lse = gl.where(some, (m + gl.log2(l)) * _LN2, float("-inf"))
-        gl.store(lse_ptr + at * wide(lse_token) + head * PACKED + row % PACKED, lse, mask=wanted)
+        lse_ptr = out.lse_ptr + at * wide(out.lse_token) + tile.head * PACKED + row % PACKED
+        gl.store(lse_ptr, lse, mask=wanted)
 
 
 @gluon.jit
-def _rows_of(
-    position, left, kv_len, causal, req, ranges_ptr, num_ranges, LAYOUT: gl.constexpr,
-    PACKED: gl.constexpr, WIDTH: gl.constexpr, CAUSAL: gl.constexpr, RANGES: gl.constexpr,
-):  # fmt: skip
-    """Positions of a warp group's first, last and each row, and what each reaches.
+def _rows_of(tile, mask, shape):
+    """A warp group's rows of a tile.
 
     Rows past the request's last are copies of it, and not written.
     """
-    SPAN: gl.constexpr = 64 // PACKED
-    first = position + gl.minimum(left - 1, 0)
-    last = position + gl.minimum(left, SPAN) - 1
-    row = gl.arange(0, 64, layout=LAYOUT)
-    if WIDTH > 64:
+    SPAN: gl.constexpr = 64 // shape.PACKED
+    first = tile.position + gl.minimum(tile.left - 1, 0)
+    last = tile.position + gl.minimum(tile.left, SPAN) - 1
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, shape.SCORES))
+    if shape.WIDTH > 64:
         # Not kept in registers from the kernel's beginning on, of which narrow heads spare none.
         row += opaque_zero()
-    query = gl.minimum(position + row // PACKED, last)
-    reach = reach_of(query, kv_len, causal, CAUSAL)
-    range_first = query
-    range_last = query
-    if RANGES:
-        ranges = ranges_ptr + req.to(gl.int64) * num_ranges * 2
-        range_first, range_last = own_range(query, ranges, num_ranges)
-    return first, last, query, reach, range_first, range_last
+    query = gl.minimum(tile.position + row // shape.PACKED, last)
+    reach = reach_of(query, tile.kv_len, tile.causal, mask.CAUSAL)
+    range_first, range_last = mask.own_range(query, tile.req)
+    return Rows(
+        first=first, last=last, query=query, reach=reach, range_first=range_first,
+        range_last=range_last,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -348,187 +353,156 @@ def _anew(place, ASM: gl.constexpr):
 
 
 @gluon.jit
-def _factors(
-    factor, head, k_scale_ptr, v_scale_ptr, scale_head, PACKED: gl.constexpr, GROUP: gl.constexpr,
-    SCALED: gl.constexpr,
-):  # fmt: skip
+def _factors(head, scaling, cache, shape):
     """What scores and outputs of a tile of heads are multiplied with."""
+    factor = scaling.factor
     v_factor = 1.0
-    if SCALED:
-        at = (head * PACKED // GROUP) * scale_head
-        factor = factor * gl.load(k_scale_ptr + at)
-        v_factor = gl.load(v_scale_ptr + at)
+    if shape.KIND != 0:
+        at = (head * shape.PACKED // shape.GROUP) * cache.scale_head
+        factor = factor * gl.load(cache.k_scale_ptr + at)
+        v_factor = gl.load(cache.v_scale_ptr + at)
     return factor, v_factor
 
 
 @gluon.jit
-def _first_scores(
-    place, q_tiles, q_more, k_tiles, k_more, k_full, now, there_is, KV_TILE: gl.constexpr,
-    EXTRA: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """Scores of a tile's first keys, under way."""
-    mbarrier.wait(k_full.index(now % STAGES), (now // STAGES) & 1, pred=there_is)
-    return _scores(
-        q_tiles.index(place), q_more.index(place), k_tiles, k_more, now % STAGES, KV_TILE, EXTRA
-    )
+def _part_told(PART: gl.constexpr, stage, queries, shape):
+    """The tile of a stage of queries, from the first token of a warp group's rows on."""
+    SPAN: gl.constexpr = 64 // shape.PACKED
+    tile = told(queries.records, stage)
+    return QueryTile(
+        head=tile.head, req=tile.req, row=tile.row + PART * SPAN, left=tile.left - PART * SPAN,
+        position=tile.position + PART * SPAN, kv_len=tile.kv_len, causal=tile.causal,
+        start=tile.start, low=tile.low, high=tile.high,
+    )  # fmt: skip
 
 
 @gluon.jit
-def _first_weights(
-    scores, high, position, left, kv_len, causal, req, ranges_ptr, num_ranges, factor, soft_cap,
-    window, chunk, lookback, DTYPE: gl.constexpr, KV_TILE: gl.constexpr, WIDTH: gl.constexpr,
-    PACKED: gl.constexpr, SOFT_CAP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    CHUNK: gl.constexpr, RANGES: gl.constexpr, CLAMP: gl.constexpr,
-):  # fmt: skip
-    """Weights, maximum and sum of a tile's first keys, the last that any row of it sees."""
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16])
-    SUMS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    _, _, query, reach, range_first, range_last = _rows_of(
-        position, left, kv_len, causal, req, ranges_ptr, num_ranges, SUMS, PACKED, WIDTH, CAUSAL,
-        RANGES,
-    )  # fmt: skip
-    m = gl.full([64], float("-inf"), gl.float32, SUMS)
+def _first_scores(place, now, tile, queries, keys, shape):
+    """Scores of a tile's first keys, under way; without a tile, of whatever is there."""
+    keys.wait_full(now, tile.high > 0)
+    return _scores(place, now, queries, keys, shape)
+
+
+@gluon.jit
+def _first_weights(scores, now, tile, queries, keys, scaling, mask, shape):
+    """Weights, maximum and sum of a tile's first keys, the last that any row of it sees.
+
+    Waits for their scores, and gives back the keys, and queries that are not needed any more.
+    """
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    keys.give_back(now, tile.high > 0)
+    if queries.STAGES == 1:
+        is_last = (tile.high > 0) & (tile.high - tile.low == 1)
+        mbarrier.arrive(queries.empty.index(0), count=1, pred=is_last)
+    rows = _rows_of(tile, mask, shape)
+    m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, shape.SCORES))
     weights, m, l, _ = _softmax(
-        scores, m, m, factor, soft_cap, query, reach, kv_len, (high - 1) * KV_TILE, window, chunk,
-        lookback, range_first, range_last, True, SOFT_CAP, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
-        True,
-    )  # fmt: skip
-    return _pack(weights, DTYPE, KV_TILE), m, l
+        scores, m, m, (tile.high - 1) * shape.KV_TILE, rows, tile.kv_len, scaling, mask, True, True
+    )
+    return _pack(weights, shape.VALUE, shape.KV_TILE), m, l
 
 
 @gluon.jit
-def consume(
-    PART: gl.constexpr, q_tiles, q_more, k_tiles, k_more, v_tiles, v_boxes, records, q_full,
-    q_empty, k_full, k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr,
-    k_scale_ptr, v_scale_ptr, sinks_ptr, ranges_ptr, num_ranges, scale, soft_cap, window, chunk,
-    lookback, scale_head, out_token, out_head, lse_token, GROUP: gl.constexpr, PACKED: gl.constexpr,
-    WARP_GROUPS: gl.constexpr, KIND: gl.constexpr, DTYPE: gl.constexpr, KV_TILE: gl.constexpr,
-    HALVES: gl.constexpr, WIDTH: gl.constexpr, EXTRA: gl.constexpr, SIZE: gl.constexpr,
-    RUN: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr, CHUNK: gl.constexpr, RANGES: gl.constexpr, CLAMP: gl.constexpr,
-    SOFT_CAP: gl.constexpr, SINKS: gl.constexpr, FP8_OUT: gl.constexpr, LSE: gl.constexpr,
-):  # fmt: skip
+def _tiles_seen(tile, rows, mask, KV_TILE: gl.constexpr):
+    """How many tiles of keys a tile of queries walks, and ``[inner, outer)`` of them, counted from
+    the last, of which every row sees all.
+    """
+    all_low, all_high = mask.seen_by_all(rows.first, rows.last, tile.kv_len, tile.causal)
+    count = tile.high - tile.low
+    inner = gl.minimum(gl.maximum(tile.high - all_high // KV_TILE, 1), count)
+    outer = count
+    if mask.WINDOW or mask.CHUNK:
+        outer = gl.maximum(tile.high - (all_low + KV_TILE - 1) // KV_TILE, inner)
+        outer = gl.minimum(outer, count)
+    return count, inner, outer
+
+
+@gluon.jit
+def _clear_behind(PART: gl.constexpr, done, parity, tile, rings, shape):
+    """Clear what nobody wrote of a tile's last values, once for all warp groups.
+
+    ``done`` is the turn of those values. Returns the parity of the next phase of ``cleared``.
+    """
+    live = tile.kv_len - (tile.high - 1) * shape.KV_TILE
+    has_tail = (shape.KIND <= 0) & (live < shape.KV_TILE) & (live % rings.values.RUN != 0)
+    if has_tail:
+        if PART == shape.WARP_GROUPS - 1:
+            rings.values.wait_full(done)
+            _clear_tail(rings.values, done % rings.values.STAGES, live)
+        # Everybody arrives: of one that waits alone, the other could be two tails ahead,
+        # and the phase that it waits for would look as if it were still to come.
+        mbarrier.arrive(rings.cleared, count=1)
+        mbarrier.wait(rings.cleared, parity)
+    return parity ^ has_tail.to(gl.int32)
+
+
+@gluon.jit
+def consume(PART: gl.constexpr, queries, rings, cache, scaling, mask, out, shape):
     """A warp group: rows ``[64 * PART, 64 * PART + 64)`` of every tile.
 
     The last output of a tile and the first scores of the next are issued together; the finished
     tile is written under the latter. Every warp group takes every tile of keys, also where none of
     its own rows sees one: it would wait for the others otherwise.
     """
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16])
-    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    SUMS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    SPAN: gl.constexpr = 64 // PACKED
-    JOINT: gl.constexpr = is_joint(WIDTH, KIND)
+    OUTPUT: gl.constexpr = shape.OUTPUT
     turn = 0
     done = 0
     parity = 0
-    mbarrier.wait(q_full.index(0), 0)
-    head, req, row, left, position, kv_len, causal, low, high = told(records, 0)
-    row, left, position = row + PART * SPAN, left - PART * SPAN, position + PART * SPAN
-    scores = _first_scores(
-        PART, q_tiles, q_more, k_tiles, k_more, k_full, done, high > 0, KV_TILE, EXTRA, STAGES
-    )
-    factor, v_factor = _factors(
-        scale, head, k_scale_ptr, v_scale_ptr, scale_head, PACKED, GROUP, KIND != 0
-    )
-    scores = warpgroup_mma_wait(0, deps=[scores])
-    mbarrier.arrive(k_empty.index(0), count=1, pred=high > 0)
-    if Q_STAGES == 1:
-        mbarrier.arrive(q_empty.index(0), count=1, pred=(high > 0) & (high - low == 1))
+    mbarrier.wait(queries.full.index(0), 0)
+    tile = _part_told(PART, 0, queries, shape)
+    scores = _first_scores(PART, done, tile, queries, rings.keys, shape)
+    factor, v_factor = _factors(tile.head, scaling, cache, shape)
     pairs, m, l = _first_weights(
-        scores, high, position, left, kv_len, causal, req, ranges_ptr, num_ranges, factor,
-        soft_cap, window, chunk, lookback, DTYPE, KV_TILE, WIDTH, PACKED, SOFT_CAP, CAUSAL, WINDOW,
-        CHUNK, RANGES, CLAMP,
-    )  # fmt: skip
-    while high > 0:
-        first, last, query, reach, range_first, range_last = _rows_of(
-            position, left, kv_len, causal, req, ranges_ptr, num_ranges, SUMS, PACKED, WIDTH,
-            CAUSAL, RANGES,
-        )  # fmt: skip
-        all_low, all_high = seen_by_all(
-            first, last, kv_len, causal, window, chunk, lookback, CAUSAL, WINDOW, CHUNK, False
-        )
-        # Tiles of keys, from the last: every row sees all of those in ``[inner, outer)``.
-        count = high - low
-        inner = gl.minimum(gl.maximum(high - all_high // KV_TILE, 1), count)
-        outer = count
-        if WINDOW or CHUNK:
-            outer = gl.maximum(high - (all_low + KV_TILE - 1) // KV_TILE, inner)
-            outer = gl.minimum(outer, count)
-        live = kv_len - (high - 1) * KV_TILE
-        has_tail = (KIND <= 0) & (live < KV_TILE) & (live % RUN != 0)
-        if has_tail:
-            if PART == WARP_GROUPS - 1:
-                mbarrier.wait(v_full.index(done % STAGES), (done // STAGES) & 1)
-                _clear_tail(v_boxes, done % STAGES, live, KV_TILE, HALVES, RUN)
-            # Everybody arrives: of one that waits alone, the other could be two tails ahead,
-            # and the phase that it waits for would look as if it were still to come.
-            mbarrier.arrive(cleared, count=1)
-            mbarrier.wait(cleared, parity)
-        parity = parity ^ has_tail.to(gl.int32)
-        acc = gl.zeros([64, WIDTH], gl.float32, OUTPUT)
-        place = (turn % Q_STAGES) * WARP_GROUPS + PART
+        scores, done, tile, queries, rings.keys, scaling.with_factor(factor), mask, shape
+    )
+    while tile.high > 0:
+        # Made anew: a structure that the loop carries brings its soft cap along, also where nobody
+        # reads it, and PTX would be another.
+        of_tile = scaling.with_factor(factor)
+        rows = _rows_of(tile, mask, shape)
+        count, inner, outer = _tiles_seen(tile, rows, mask, shape.KV_TILE)
+        parity = _clear_behind(PART, done, parity, tile, rings, shape)
+        acc = gl.zeros([64, shape.WIDTH], gl.float32, OUTPUT)
+        place = (turn % queries.STAGES) * shape.WARP_GROUPS + PART
+        # The state is no structure: the loop around these carries all of it but the output.
         for i in range(1, inner):
             acc, pairs, m, l = _step(
-                i, done, high, _anew(place, _EDGE), i == count - 1, q_tiles, q_more, k_tiles,
-                k_more, v_tiles, q_empty, k_full, k_empty, v_full, v_empty, acc, pairs, m, l,
-                factor, soft_cap, query, reach, kv_len, window, chunk, lookback, range_first,
-                range_last, True, DTYPE, KV_TILE, WIDTH, EXTRA, Q_STAGES, STAGES, JOINT, SOFT_CAP,
-                CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+                i, done, _anew(place, _EDGE), i == count - 1, acc, pairs, m, l, tile, rows,
+                queries, rings, of_tile, mask, shape, True,
             )  # fmt: skip
         for i in range(inner, outer):
             acc, pairs, m, l = _step(
-                i, done, high, _anew(place, _INNER), i == count - 1, q_tiles, q_more, k_tiles,
-                k_more, v_tiles, q_empty, k_full, k_empty, v_full, v_empty, acc, pairs, m, l,
-                factor, soft_cap, query, reach, kv_len, window, chunk, lookback, range_first,
-                range_last, False, DTYPE, KV_TILE, WIDTH, EXTRA, Q_STAGES, STAGES, JOINT, SOFT_CAP,
-                CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+                i, done, _anew(place, _INNER), i == count - 1, acc, pairs, m, l, tile, rows,
+                queries, rings, of_tile, mask, shape, False,
             )  # fmt: skip
-        if WINDOW or CHUNK:
+        if mask.WINDOW or mask.CHUNK:
             for i in range(outer, count):
                 acc, pairs, m, l = _step(
-                    i, done, high, _anew(place, _FAR), i == count - 1, q_tiles, q_more, k_tiles,
-                    k_more, v_tiles, q_empty, k_full, k_empty, v_full, v_empty, acc, pairs, m, l,
-                    factor, soft_cap, query, reach, kv_len, window, chunk, lookback, range_first,
-                    range_last, True, DTYPE, KV_TILE, WIDTH, EXTRA, Q_STAGES, STAGES, JOINT,
-                    SOFT_CAP, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+                    i, done, _anew(place, _FAR), i == count - 1, acc, pairs, m, l, tile, rows,
+                    queries, rings, of_tile, mask, shape, True,
                 )  # fmt: skip
-        if Q_STAGES > 1:
-            mbarrier.arrive(q_empty.index(turn % Q_STAGES), count=1)
-        weights = _unpack(pairs, DTYPE, KV_TILE, gl.DotOperandLayout(0, OUTPUT, 2))
+        if queries.STAGES > 1:
+            mbarrier.arrive(queries.empty.index(turn % queries.STAGES), count=1)
+        weights = _unpack(pairs, shape.VALUE, shape.KV_TILE, gl.DotOperandLayout(0, OUTPUT, 2))
         done += count
         before = done - 1
-        mbarrier.wait(v_full.index(before % STAGES), (before // STAGES) & 1)
-        acc = warpgroup_mma(weights, v_tiles.index(before % STAGES), acc, is_async=True)
+        rings.values.wait_full(before)
+        values = rings.values.tiles.index(before % rings.values.STAGES)
+        acc = warpgroup_mma(weights, values, acc, is_async=True)
         # The next tile. After the last one its scores are of whatever is there.
-        this_head, this_row, this_left = head, row, left
+        finished = tile
         turn += 1
-        stage = turn % Q_STAGES
-        mbarrier.wait(q_full.index(stage), (turn // Q_STAGES) & 1)
-        head, req, row, left, position, kv_len, causal, low, high = told(records, stage)
-        row, left, position = row + PART * SPAN, left - PART * SPAN, position + PART * SPAN
+        stage = turn % queries.STAGES
+        queries.wait_full(turn)
+        tile = _part_told(PART, stage, queries, shape)
         # Of one stage, operands' addresses would be kept in registers from the first tile on.
-        scores = _first_scores(
-            stage * WARP_GROUPS + PART + opaque_zero(), q_tiles, q_more, k_tiles, k_more, k_full,
-            done, high > 0, KV_TILE, EXTRA, STAGES,
-        )  # fmt: skip
-        acc = warpgroup_mma_wait(2 if EXTRA > 0 else 1, deps=[acc])
-        if not JOINT:
-            mbarrier.arrive(v_empty.index(before % STAGES), count=1)
-        _write(
-            m, l, acc, factor, v_factor, this_row, this_left, this_head, out_ptr, lse_ptr,
-            output_scale_ptr, sinks_ptr, out_token, out_head, lse_token, PACKED, WIDTH, SIZE,
-            SOFT_CAP, SINKS, FP8_OUT, LSE,
-        )  # fmt: skip
-        factor, v_factor = _factors(
-            scale, head, k_scale_ptr, v_scale_ptr, scale_head, PACKED, GROUP, KIND != 0
-        )
-        scores = warpgroup_mma_wait(0, deps=[scores])
-        mbarrier.arrive(k_empty.index(done % STAGES), count=1, pred=high > 0)
-        if Q_STAGES == 1:
-            mbarrier.arrive(q_empty.index(0), count=1, pred=(high > 0) & (high - low == 1))
+        place = stage * shape.WARP_GROUPS + PART + opaque_zero()
+        scores = _first_scores(place, done, tile, queries, rings.keys, shape)
+        acc = warpgroup_mma_wait(2 if shape.EXTRA > 0 else 1, deps=[acc])
+        if not rings.JOINT:
+            rings.values.give_back(before)
+        _write(m, l, acc, finished, of_tile, v_factor, out, shape)
+        factor, v_factor = _factors(tile.head, scaling, cache, shape)
         pairs, m, l = _first_weights(
-            scores, high, position, left, kv_len, causal, req, ranges_ptr, num_ranges, factor,
-            soft_cap, window, chunk, lookback, DTYPE, KV_TILE, WIDTH, PACKED, SOFT_CAP, CAUSAL,
-            WINDOW, CHUNK, RANGES, CLAMP,
-        )  # fmt: skip
+            scores, done, tile, queries, rings.keys, scaling.with_factor(factor), mask, shape
+        )

@@ -15,6 +15,7 @@ from attn.kernels.dense.hopper_prefill.producer import load_queries, next_tile, 
 from attn.kernels.dense.hopper_prefill.scheduler import tile_at, told_of_keys, wide
 from attn.kernels.lang.opaque import opaque_zero
 from attn.kernels.lang.stored import E4M3, E5M2
+from attn.kernels.lang.structures import QueryTile, StoredRows
 
 _E4M3, _E5M2 = gl.constexpr(E4M3), gl.constexpr(E5M2)
 
@@ -98,93 +99,82 @@ def _keys(tile, KV_TILE: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _pages(
-    table_ptr, table, tile, start, kv_len, KV_TILE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):  # fmt: skip
+def _pages(table, key_tile, start, kv_len, cache, shape, LAYOUT: gl.constexpr):
     """The page of each key of a tile; -1 where no row of the query sees it."""
-    key = _keys(tile, KV_TILE, LAYOUT)
+    key = _keys(key_tile, shape.KV_TILE, LAYOUT)
     return gl.load(
-        table_ptr + table + key // BLOCK_SIZE, mask=(key < kv_len) & (key >= start), other=-1
+        cache.table_ptr + table + key // cache.BLOCK_SIZE,
+        mask=(key < kv_len) & (key >= start),
+        other=-1,
     )
 
 
 @gluon.jit
-def _words(
-    rows_ptr, pages, tile, per_block, per_token, KV_TILE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    WIDTH: gl.constexpr, SIZE: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """A tile of keys or values of one head, as words; zeros where there is no page."""
-    key = _keys(tile, KV_TILE, LAYOUT)
-    column = gl.arange(0, WIDTH // 4, layout=gl.SliceLayout(0, LAYOUT))
-    row = pages.to(gl.int64) * wide(per_block) + (key % BLOCK_SIZE) * wide(per_token)
+def _words(rows, pages, key_tile, cache, shape, LAYOUT: gl.constexpr):
+    """A tile of one head's rows, as words; zeros where there is no page."""
+    key = _keys(key_tile, shape.KV_TILE, LAYOUT)
+    column = gl.arange(0, shape.WIDTH // 4, layout=gl.SliceLayout(0, LAYOUT))
+    row = pages.to(gl.int64) * wide(rows.per_block)
+    row += (key % cache.BLOCK_SIZE) * wide(rows.per_token)
     mask = (pages >= 0)[:, None]
-    if SIZE < WIDTH:
-        mask = mask & (column < SIZE // 4)[None, :]
-    return gl.load(rows_ptr + row[:, None] + column[None, :], mask=mask, other=0)
+    if shape.SIZE < shape.WIDTH:
+        mask = mask & (column < shape.SIZE // 4)[None, :]
+    return gl.load(rows.rows_ptr + row[:, None] + column[None, :], mask=mask, other=0)
 
 
 @gluon.jit
-def _put(
-    words, turn, tiles, full, empty, KIND: gl.constexpr, DTYPE: gl.constexpr, STAGES: gl.constexpr
-):
-    """Widen a tile into stage ``turn % STAGES``."""
-    stage = turn % STAGES
-    # A fresh barrier lets parity 1 pass at once.
-    mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
-    tiles.index(stage).store(_widened(words, KIND, DTYPE))
+def _put(words, turn, ring, KIND: gl.constexpr, DTYPE: gl.constexpr):
+    """Widen a tile into the ring's stage of ``turn``."""
+    stage = turn % ring.STAGES
+    ring.wait_empty(turn)
+    ring.words.index(stage).store(_widened(words, KIND, DTYPE))
     # Generic stores before wgmma reads them.
     fence_async_shared()
-    mbarrier.arrive(full.index(stage), count=1)
+    mbarrier.arrive(ring.full.index(stage), count=1)
+
+
+@gluon.jit
+def _of_head(rows, kv_head):
+    """Rows of one KV head, as words of four bytes."""
+    words_ptr = rows.rows_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
+    return StoredRows(
+        rows_ptr=words_ptr + kv_head * wide(rows.per_head), per_block=rows.per_block,
+        per_token=rows.per_token, per_head=rows.per_head,
+    )  # fmt: skip
 
 
 @gluon.jit
 def _convert_tiles(
-    done, rows_ptr, more_ptr, tiles, more, full, empty, more_full, more_empty, table_ptr, table,
-    start, kv_len, low, high, per_block, per_token, more_block, more_token, BOTH: gl.constexpr,
-    KIND: gl.constexpr, DTYPE: gl.constexpr, VALUE: gl.constexpr, KV_TILE: gl.constexpr,
-    WIDTH: gl.constexpr, SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
+    done, tile, table, rows, ring, DTYPE: gl.constexpr, others, other_ring, BOTH: gl.constexpr,
+    cache, shape,
 ):  # fmt: skip
-    """All keys or all values of a tile of queries, from the last down, or BOTH; the turn after."""
-    LAYOUT: gl.constexpr = _layout(KV_TILE, WIDTH)
+    """Convert all keys or all values that a tile of queries sees, from the last down.
+
+    ``rows`` are those of the tile's KV head; they go through ``ring`` as DTYPE. With BOTH they are
+    keys, and ``others`` are the values, which go through ``other_ring``. Returns the turn after.
+    """
+    LAYOUT: gl.constexpr = _layout(shape.KV_TILE, shape.WIDTH)
     # Pages are looked up a tile ahead.
-    pages = _pages(table_ptr, table, high - 1, start, kv_len, KV_TILE, BLOCK_SIZE, LAYOUT)
-    for i in range(high - 1, low - 1, -1):
-        words = _words(
-            rows_ptr, pages, i, per_block, per_token, KV_TILE, BLOCK_SIZE, WIDTH, SIZE, LAYOUT
-        )
+    pages = _pages(table, tile.high - 1, tile.start, tile.kv_len, cache, shape, LAYOUT)
+    for i in range(tile.high - 1, tile.low - 1, -1):
+        words = _words(rows, pages, i, cache, shape, LAYOUT)
         if BOTH:
-            others = _words(
-                more_ptr, pages, i, more_block, more_token, KV_TILE, BLOCK_SIZE, WIDTH, SIZE, LAYOUT
-            )
-        pages = _pages(
-            table_ptr, table, gl.maximum(i - 1, 0), start, kv_len, KV_TILE, BLOCK_SIZE, LAYOUT
-        )
-        _put(words, done, tiles, full, empty, KIND, DTYPE, STAGES)
+            other_words = _words(others, pages, i, cache, shape, LAYOUT)
+        pages = _pages(table, gl.maximum(i - 1, 0), tile.start, tile.kv_len, cache, shape, LAYOUT)
+        _put(words, done, ring, shape.KIND, DTYPE)
         if BOTH:
-            _put(others, done, more, more_full, more_empty, KIND, VALUE, STAGES)
+            _put(other_words, done, other_ring, shape.KIND, shape.VALUE)
         done += 1
     return done
 
 
 @gluon.jit
 def convert(
-    BOTH: gl.constexpr, q_desc, rows_ptr, more_ptr, q_boxes, tiles, more, records, q_full, q_empty,
-    full, empty, more_full, more_empty, table_ptr, tile_starts_ptr, num_tiles_ptr, counter_ptr,
-    query_start_ptr, seq_lens_ptr, causal_ptr, ranges_ptr, num_reqs, programs, num_ranges,
-    table_row, window, chunk, lookback, per_block, per_token, per_head, more_block, more_token,
-    more_head, HEADS: gl.constexpr, GROUP: gl.constexpr, PACKED: gl.constexpr,
-    WARP_GROUPS: gl.constexpr, KIND: gl.constexpr, DTYPE: gl.constexpr, VALUE: gl.constexpr,
-    KV_TILE: gl.constexpr, HALVES: gl.constexpr, WIDTH: gl.constexpr, SIZE: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr, CHUNK: gl.constexpr, RANGES: gl.constexpr, CLAMP: gl.constexpr,
-):  # fmt: skip
+    BOTH: gl.constexpr, queries, rings, stored_keys, stored_values, cache, schedule, mask, shape
+):
     """A warp group: what :func:`produce` does, for 8 bits; of keys, or BOTH of keys and values."""
-    TOKENS: gl.constexpr = WARP_GROUPS * 64 // PACKED
-    words_ptr = rows_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
-    others_ptr = more_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
-    num_tiles = gl.load(num_tiles_ptr)
-    total = num_tiles * HEADS
+    num_tiles = gl.load(schedule.num_tiles_ptr)
+    total = num_tiles * schedule.HEADS
     work = gl.program_id(0)
     turn = 0
     done = 0
@@ -192,57 +182,47 @@ def convert(
     goes_on = 1
     while goes_on == 1:
         if work < total:
-            head, req, row, left, position, kv_len, causal, start, low, high = tile_at(
-                work, num_tiles, programs, tile_starts_ptr, query_start_ptr, seq_lens_ptr,
-                causal_ptr, ranges_ptr, num_reqs, num_ranges, window, chunk, lookback, HEADS,
-                GROUP // PACKED, TOKENS, KV_TILE, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
-            )  # fmt: skip
-            load_queries(
-                turn, q_desc, q_boxes, q_boxes, records, q_full, q_empty, head, req, row, left,
-                position, kv_len, causal, start, low, high, PACKED, WARP_GROUPS, HALVES, 0,
-                Q_STAGES, 4,
-            )  # fmt: skip
-            work = next_tile(counter_ptr, total, programs)
-            kv_head = head * PACKED // GROUP
+            tile = tile_at(work, num_tiles, schedule, mask, shape)
+            load_queries(turn, tile, queries, shape, 4)
+            work = next_tile(total, schedule)
+            kv_head = tile.head * shape.PACKED // shape.GROUP
+            keys, values = _of_head(stored_keys, kv_head), _of_head(stored_values, kv_head)
             # A table has fewer than 2^31 entries.
+            table = tile.req * cache.table_row
             done = _convert_tiles(
-                done, words_ptr + kv_head * wide(per_head), others_ptr + kv_head * wide(more_head),
-                tiles, more, full, empty, more_full, more_empty, table_ptr, req * table_row, start,
-                kv_len, low, high, per_block, per_token, more_block, more_token, BOTH, KIND, DTYPE,
-                VALUE, KV_TILE, WIDTH, SIZE, BLOCK_SIZE, STAGES,
+                done, tile, table, keys, rings.keys, shape.DTYPE, values, rings.values, BOTH, cache,
+                shape,
             )  # fmt: skip
             turn += 1
         else:
-            say_the_end(turn, records, q_full, q_empty, Q_STAGES, 4)
+            say_the_end(turn, queries, 4)
             goes_on = 0
 
 
 @gluon.jit
-def convert_values(
-    rows_ptr, tiles, records, q_full, q_empty, full, empty, table_ptr, table_row, per_block,
-    per_token, per_head, GROUP: gl.constexpr, PACKED: gl.constexpr, KIND: gl.constexpr,
-    VALUE: gl.constexpr, KV_TILE: gl.constexpr, WIDTH: gl.constexpr, SIZE: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+def convert_values(queries, ring, stored_values, cache, shape):
     """A warp group beside :func:`convert`, for values, which is told as the consumers are.
 
     Each waits for its loads in the other's time. One warp group for both had no loads under way
     while it widened: ptxas counts all loads of a loop on one scoreboard, and waits for all of them.
     """
-    words_ptr = rows_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
     turn = 0
     done = 0
-    mbarrier.wait(q_full.index(0), 0)
-    head, req, start, kv_len, low, high = told_of_keys(records, 0)
+    mbarrier.wait(queries.full.index(0), 0)
+    # No structure, which would change the order in which the loop carries these, and PTX with it.
+    head, req, start, kv_len, low, high = told_of_keys(queries.records, 0)
     while high > 0:
-        mbarrier.arrive(q_empty.index(turn % Q_STAGES), count=1)
-        values = words_ptr + head * PACKED // GROUP * wide(per_head)
+        mbarrier.arrive(queries.empty.index(turn % queries.STAGES), count=1)
+        values = _of_head(stored_values, head * shape.PACKED // shape.GROUP)
+        tile = QueryTile(
+            head=head, req=req, row=None, left=None, position=None, kv_len=kv_len, causal=None,
+            start=start, low=low, high=high,
+        )  # fmt: skip
         done = _convert_tiles(
-            done, values, values, tiles, tiles, full, empty, full, empty, table_ptr,
-            req * table_row, start, kv_len, low, high, per_block, per_token, per_block, per_token,
-            False, KIND, VALUE, VALUE, KV_TILE, WIDTH, SIZE, BLOCK_SIZE, STAGES,
+            done, tile, req * cache.table_row, values, ring, shape.VALUE, values, ring, False,
+            cache, shape,
         )  # fmt: skip
         turn += 1
-        stage = turn % Q_STAGES
-        mbarrier.wait(q_full.index(stage), (turn // Q_STAGES) & 1)
-        head, req, start, kv_len, low, high = told_of_keys(records, stage)
+        queries.wait_full(turn)
+        stage = turn % queries.STAGES
+        head, req, start, kv_len, low, high = told_of_keys(queries.records, stage)

@@ -25,6 +25,18 @@ from attn.kernels.dense.hopper_prefill.producer import produce
 from attn.kernels.dense.hopper_prefill.scheduler import RECORD, is_joint
 from attn.kernels.lang.compat import reinterpret, wait_for_kernels_before
 from attn.kernels.lang.constants import LOG2E
+from attn.kernels.lang.structures import (
+    Cache,
+    Mask,
+    Out,
+    QueryRing,
+    Rings,
+    Scaling,
+    Schedule,
+    Shape,
+    StoredRows,
+    TileRing,
+)
 
 _VARYING = [
     "num_reqs",
@@ -129,9 +141,36 @@ def hopper_prefill_kernel(
     multiplied by, are fp16 and not of the query's type. HEADS is the number of tiles of PACKED
     query heads; REGISTERS those of a consumer's thread.
     """
+    mask = Mask(
+        causal_ptr=causal_ptr, ranges_ptr=ranges_ptr, num_ranges=num_ranges, window=window,
+        chunk=chunk, lookback=lookback, CAUSAL=CAUSAL, WINDOW=WINDOW, CHUNK=CHUNK, RANGES=RANGES,
+        CLAMP=CLAMP,
+    )  # fmt: skip
+    schedule = Schedule(
+        tile_starts_ptr=tile_starts_ptr, num_tiles_ptr=num_tiles_ptr, counter_ptr=counter_ptr,
+        query_start_ptr=query_start_ptr, seq_lens_ptr=seq_lens_ptr, num_reqs=num_reqs,
+        programs=programs, HEADS=HEADS,
+    )  # fmt: skip
+    out = Out(
+        out_ptr=out_ptr, lse_ptr=lse_ptr, sinks_ptr=sinks_ptr, output_scale_ptr=output_scale_ptr,
+        out_token=out_token, out_head=out_head, lse_token=lse_token, SINKS=SINKS, FP8_OUT=FP8_OUT,
+        LSE=LSE,
+    )  # fmt: skip
+    cache = Cache(
+        k_desc=k_desc, v_desc=v_desc, table_ptr=table_ptr, table_row=table_row,
+        k_scale_ptr=k_scale_ptr, v_scale_ptr=v_scale_ptr, scale_head=scale_head,
+        BLOCK_SIZE=BLOCK_SIZE,
+    )  # fmt: skip
+    stored_keys = StoredRows(
+        rows_ptr=key_ptr, per_block=k_block, per_token=k_token, per_head=k_head
+    )
+    stored_values = StoredRows(
+        rows_ptr=value_ptr, per_block=v_block, per_token=v_token, per_head=v_head
+    )
     DTYPE: gl.constexpr = q_desc.dtype
     HALVES: gl.constexpr = WIDTH // 64
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    JOINT: gl.constexpr = is_joint(WIDTH, KIND)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     VALUE: gl.constexpr = gl.float16 if FP16_VALUES else DTYPE
     # Who waits for a tile of queries to be there.
@@ -189,41 +228,45 @@ def hopper_prefill_kernel(
         mbarrier.init(k_full.index(s), count=1)
         mbarrier.init(v_full.index(s), count=1)
         mbarrier.init(k_empty.index(s), count=WARP_GROUPS)
-        if not is_joint(WIDTH, KIND):
+        if not JOINT:
             mbarrier.init(v_empty.index(s), count=WARP_GROUPS)
+    k_words, v_words = k_tiles, v_tiles
     if KIND > 0:
         WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
         k_words = reinterpret(k_boxes, gl.int32, [STAGES, KV_TILE, WIDTH // 2], WORDS)
         v_words = reinterpret(v_boxes, gl.int32, [STAGES, KV_TILE, WIDTH // 2], WORDS)
     wait_for_kernels_before()
+    shape = Shape(
+        GROUP=GROUP, PACKED=PACKED, WARP_GROUPS=WARP_GROUPS, KV_TILE=KV_TILE, WIDTH=WIDTH,
+        EXTRA=EXTRA, SIZE=SIZE, KIND=KIND, DTYPE=DTYPE, VALUE=VALUE,
+        SCORES=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16]),
+        OUTPUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16]),
+    )  # fmt: skip
+    scaling = Scaling(factor=factor, soft_cap=soft_cap, SOFT_CAP=SOFT_CAP)
+    queries = QueryRing(
+        desc=q_desc, boxes=q_boxes, extra_boxes=q_more, tiles=q_tiles, extra_tiles=q_extra,
+        records=records, full=q_full, empty=q_empty, STAGES=Q_STAGES,
+    )  # fmt: skip
+    keys = TileRing(
+        boxes=k_boxes, extra_boxes=k_more, tiles=k_tiles, extra_tiles=k_extra, runs=k_boxes,
+        words=k_words, full=k_full, empty=k_empty, STAGES=STAGES, HALVES=HALVES, EXTRA=EXTRA,
+        KV_TILE=KV_TILE, RUN=RUN,
+    )  # fmt: skip
+    values = TileRing(
+        boxes=v_boxes, extra_boxes=v_boxes, tiles=v_tiles, extra_tiles=v_tiles, runs=v_runs,
+        words=v_words, full=v_full, empty=k_empty if JOINT else v_empty, STAGES=STAGES,
+        HALVES=HALVES, EXTRA=0, KV_TILE=KV_TILE, RUN=RUN,
+    )  # fmt: skip
+    rings = Rings(keys=keys, values=values, cleared=cleared, JOINT=JOINT)
     # Tuples must be literals here: held in a variable, their constexprs become tensors.
     if KIND > 0 and WIDTH <= 128:
         gl.warp_specialize(
             [
-                (consume, (0, q_tiles, q_extra, k_tiles, k_extra, v_tiles, v_runs, records,
-                    q_full, q_empty, k_full, k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr,
-                    output_scale_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr, ranges_ptr, num_ranges,
-                    factor, soft_cap, window, chunk, lookback, scale_head, out_token, out_head,
-                    lse_token, GROUP, PACKED, WARP_GROUPS, KIND, VALUE, KV_TILE, HALVES, WIDTH,
-                    EXTRA, SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
-                    SOFT_CAP, SINKS, FP8_OUT, LSE)),
-                (consume, (1, q_tiles, q_extra, k_tiles, k_extra, v_tiles, v_runs, records,
-                    q_full, q_empty, k_full, k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr,
-                    output_scale_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr, ranges_ptr, num_ranges,
-                    factor, soft_cap, window, chunk, lookback, scale_head, out_token, out_head,
-                    lse_token, GROUP, PACKED, WARP_GROUPS, KIND, VALUE, KV_TILE, HALVES, WIDTH,
-                    EXTRA, SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
-                    SOFT_CAP, SINKS, FP8_OUT, LSE)),
-                (convert, (False, q_desc, key_ptr, value_ptr, q_boxes, k_words, v_words, records,
-                    q_full, q_empty, k_full, k_empty, v_full, v_empty, table_ptr, tile_starts_ptr,
-                    num_tiles_ptr, counter_ptr, query_start_ptr, seq_lens_ptr, causal_ptr,
-                    ranges_ptr, num_reqs, programs, num_ranges, table_row, window, chunk, lookback,
-                    k_block, k_token, k_head, v_block, v_token, v_head, HEADS, GROUP, PACKED,
-                    WARP_GROUPS, KIND, DTYPE, VALUE, KV_TILE, HALVES, WIDTH, SIZE, BLOCK_SIZE,
-                    Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP)),
-                (convert_values, (value_ptr, v_words, records, q_full, q_empty, v_full, v_empty,
-                    table_ptr, table_row, v_block, v_token, v_head, GROUP, PACKED, KIND, VALUE,
-                    KV_TILE, WIDTH, SIZE, BLOCK_SIZE, Q_STAGES, STAGES)),
+                (consume, (0, queries, rings, cache, scaling, mask, out, shape)),
+                (consume, (1, queries, rings, cache, scaling, mask, out, shape)),
+                (convert, (False, queries, rings, stored_keys, stored_values, cache, schedule,
+                    mask, shape)),
+                (convert_values, (queries, values, stored_values, cache, shape)),
             ],
             [4, 4, 4],
             [REGISTERS, 256 - REGISTERS, 256 - REGISTERS],
@@ -232,27 +275,10 @@ def hopper_prefill_kernel(
         # Of four warp groups ptxas leaves no product more than 128 registers.
         gl.warp_specialize(
             [
-                (consume, (0, q_tiles, q_extra, k_tiles, k_extra, v_tiles, v_runs, records,
-                    q_full, q_empty, k_full, k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr,
-                    output_scale_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr, ranges_ptr, num_ranges,
-                    factor, soft_cap, window, chunk, lookback, scale_head, out_token, out_head,
-                    lse_token, GROUP, PACKED, WARP_GROUPS, KIND, VALUE, KV_TILE, HALVES, WIDTH,
-                    EXTRA, SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
-                    SOFT_CAP, SINKS, FP8_OUT, LSE)),
-                (consume, (1, q_tiles, q_extra, k_tiles, k_extra, v_tiles, v_runs, records,
-                    q_full, q_empty, k_full, k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr,
-                    output_scale_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr, ranges_ptr, num_ranges,
-                    factor, soft_cap, window, chunk, lookback, scale_head, out_token, out_head,
-                    lse_token, GROUP, PACKED, WARP_GROUPS, KIND, VALUE, KV_TILE, HALVES, WIDTH,
-                    EXTRA, SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
-                    SOFT_CAP, SINKS, FP8_OUT, LSE)),
-                (convert, (True, q_desc, key_ptr, value_ptr, q_boxes, k_words, v_words, records,
-                    q_full, q_empty, k_full, k_empty, v_full, v_empty, table_ptr, tile_starts_ptr,
-                    num_tiles_ptr, counter_ptr, query_start_ptr, seq_lens_ptr, causal_ptr,
-                    ranges_ptr, num_reqs, programs, num_ranges, table_row, window, chunk, lookback,
-                    k_block, k_token, k_head, v_block, v_token, v_head, HEADS, GROUP, PACKED,
-                    WARP_GROUPS, KIND, DTYPE, VALUE, KV_TILE, HALVES, WIDTH, SIZE, BLOCK_SIZE,
-                    Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP)),
+                (consume, (0, queries, rings, cache, scaling, mask, out, shape)),
+                (consume, (1, queries, rings, cache, scaling, mask, out, shape)),
+                (convert, (True, queries, rings, stored_keys, stored_values, cache, schedule,
+                    mask, shape)),
             ],
             [4, 4],
             [REGISTERS, 504 - 2 * REGISTERS],
@@ -260,61 +286,21 @@ def hopper_prefill_kernel(
     elif WARP_GROUPS == 2:
         gl.warp_specialize(
             [
-                (consume, (0, q_tiles, q_extra, k_tiles, k_extra, v_tiles, v_runs, records,
-                    q_full, q_empty, k_full, k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr,
-                    output_scale_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr, ranges_ptr, num_ranges,
-                    factor, soft_cap, window, chunk, lookback, scale_head, out_token, out_head,
-                    lse_token, GROUP, PACKED, WARP_GROUPS, KIND, VALUE, KV_TILE, HALVES, WIDTH,
-                    EXTRA, SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
-                    SOFT_CAP, SINKS, FP8_OUT, LSE)),
-                (consume, (1, q_tiles, q_extra, k_tiles, k_extra, v_tiles, v_runs, records,
-                    q_full, q_empty, k_full, k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr,
-                    output_scale_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr, ranges_ptr, num_ranges,
-                    factor, soft_cap, window, chunk, lookback, scale_head, out_token, out_head,
-                    lse_token, GROUP, PACKED, WARP_GROUPS, KIND, VALUE, KV_TILE, HALVES, WIDTH,
-                    EXTRA, SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
-                    SOFT_CAP, SINKS, FP8_OUT, LSE)),
-                (produce, (q_desc, k_desc, v_desc, q_boxes, q_more, k_boxes, k_more, v_boxes,
-                    records, q_full, q_empty, k_full, k_empty, v_full, v_empty, table_ptr,
-                    tile_starts_ptr, num_tiles_ptr, counter_ptr, query_start_ptr, seq_lens_ptr,
-                    causal_ptr, ranges_ptr, num_reqs, programs, num_ranges, table_row, window,
-                    chunk, lookback, HEADS, GROUP, PACKED, WARP_GROUPS, KV_TILE, HALVES, EXTRA,
-                    BLOCK_SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP)),
+                (consume, (0, queries, rings, cache, scaling, mask, out, shape)),
+                (consume, (1, queries, rings, cache, scaling, mask, out, shape)),
+                (produce, (queries, rings, cache, schedule, mask, shape)),
             ],
             [4, 1],
             [REGISTERS, 504 - 2 * REGISTERS],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
-                (consume, (0, q_tiles, q_extra, k_tiles, k_extra, v_tiles, v_runs, records,
-                    q_full, q_empty, k_full, k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr,
-                    output_scale_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr, ranges_ptr, num_ranges,
-                    factor, soft_cap, window, chunk, lookback, scale_head, out_token, out_head,
-                    lse_token, GROUP, PACKED, WARP_GROUPS, KIND, VALUE, KV_TILE, HALVES, WIDTH,
-                    EXTRA, SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
-                    SOFT_CAP, SINKS, FP8_OUT, LSE)),
-                (consume, (1, q_tiles, q_extra, k_tiles, k_extra, v_tiles, v_runs, records,
-                    q_full, q_empty, k_full, k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr,
-                    output_scale_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr, ranges_ptr, num_ranges,
-                    factor, soft_cap, window, chunk, lookback, scale_head, out_token, out_head,
-                    lse_token, GROUP, PACKED, WARP_GROUPS, KIND, VALUE, KV_TILE, HALVES, WIDTH,
-                    EXTRA, SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
-                    SOFT_CAP, SINKS, FP8_OUT, LSE)),
-                (consume, (2, q_tiles, q_extra, k_tiles, k_extra, v_tiles, v_runs, records,
-                    q_full, q_empty, k_full, k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr,
-                    output_scale_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr, ranges_ptr, num_ranges,
-                    factor, soft_cap, window, chunk, lookback, scale_head, out_token, out_head,
-                    lse_token, GROUP, PACKED, WARP_GROUPS, KIND, VALUE, KV_TILE, HALVES, WIDTH,
-                    EXTRA, SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
-                    SOFT_CAP, SINKS, FP8_OUT, LSE)),
-                (produce, (q_desc, k_desc, v_desc, q_boxes, q_more, k_boxes, k_more, v_boxes,
-                    records, q_full, q_empty, k_full, k_empty, v_full, v_empty, table_ptr,
-                    tile_starts_ptr, num_tiles_ptr, counter_ptr, query_start_ptr, seq_lens_ptr,
-                    causal_ptr, ranges_ptr, num_reqs, programs, num_ranges, table_row, window,
-                    chunk, lookback, HEADS, GROUP, PACKED, WARP_GROUPS, KV_TILE, HALVES, EXTRA,
-                    BLOCK_SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP)),
+                (consume, (0, queries, rings, cache, scaling, mask, out, shape)),
+                (consume, (1, queries, rings, cache, scaling, mask, out, shape)),
+                (consume, (2, queries, rings, cache, scaling, mask, out, shape)),
+                (produce, (queries, rings, cache, schedule, mask, shape)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 32],
-        )  # fmt: skip
+        )
