@@ -43,7 +43,7 @@ class KernelBench:
 
     @property
     def kernels(self) -> Kernels:
-        """Of ours, what is measured."""
+        """Our kernels that this benchmark measures."""
         decode = self.decode_kernel or self.table.decode_kernel
         return Kernels.own(self.table.prefill_kernel, decode)
 

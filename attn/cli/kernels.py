@@ -84,7 +84,7 @@ def check_families(kernels: Kernels, model: ModelGeometry) -> None:
     """
     families = {family_of(layer) for layer in model.layers}
     for named in named_kernels(kernels):
-        # Of any latent layer the request names rows; a sparse backend refuses them itself.
+        # The request of every latent layer names rows; a sparse backend refuses them itself.
         is_refused = named.field == "rows" and "sparse" in families
         if named.family not in ("sparse", *families) and not is_refused:
             raise ValueError(

@@ -190,7 +190,7 @@ def forget_unseen_blocks(paging: Paging, requests: Sequence[Request]) -> Paging:
 def move_blocks(
     generator: torch.Generator, paging: Paging, buffer: Tensor
 ) -> tuple[Paging, Tensor]:
-    """The same cache with its blocks in another order.
+    """Move a cache's blocks into another order.
 
     Args:
         generator: of the order.

@@ -199,7 +199,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         self._buffers.declare("places", (3 * most + 4,), torch.int32)
         self._places_key = (0, 0)
         self._places_of = RequestPlaces(self._buffers.view("places", 4), 0)
-        """Of the latest number of requests and of decodes: most steps are like the one before."""
+        """Places for the last step's numbers of requests and decodes, which most steps repeat."""
         self._one_each = torch.arange(most + 1, dtype=torch.int32, device=self.device)
         self._decode_choice = decode_kernel_of(self.shape)
         self._wrappers: dict[tuple[str, WrapperKernel, bool], Any] = {}

@@ -104,12 +104,12 @@ class BenchTable(StrEnum):
 
     @property
     def prefill_kernel(self) -> PrefillKernel:
-        """Of ours, what is measured for requests with many new tokens."""
+        """Our kernel that this table measures for requests with many new tokens."""
         return PrefillKernel.AUTO if self.times_plans else PrefillKernel.TRITON
 
     @property
     def decode_kernel(self) -> DecodeKernel:
-        """Of ours, what is measured where none is named."""
+        """Our decode kernel that this table measures, where the command line names none."""
         takes_both = self.times_plans or self is BenchTable.SPARSE_MLA
         return DecodeKernel.AUTO if takes_both else DecodeKernel.TRITON
 

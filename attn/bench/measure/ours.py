@@ -41,7 +41,7 @@ WRITE_CHUNK: Final = 65536
 PLAN_LEN: Final = 8192
 """Average number of keys of the requests in :func:`measure_plans`."""
 PLAIN_KERNELS: Final = Kernels.own(PrefillKernel.TRITON, DecodeKernel.TRITON)
-"""Of the library's own kernels, those in Triton."""
+"""The choice of the portable kernel wherever the library has two of its own."""
 
 Builder = AttentionMetadataBuilder[Any]
 MakeBuilder = Callable[..., Builder]

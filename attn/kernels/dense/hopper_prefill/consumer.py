@@ -101,8 +101,8 @@ def _softmax(
         scores = _masked(scores, first_key, rows, kv_len, mask)
         most = gl.max(scores, 1)
     else:
-        # Of pairs first, which do not wait for each other: with it a step issues in 1000 clocks,
-        # without in 1060.
+        # First the larger of each pair of scores: these operations do not wait for each other, and
+        # a step issues in 1000 clocks. One reduction over all scores takes 1060.
         left, right = gl.split(gl.reshape(scores, [scores.shape[0], scores.shape[1] // 2, 2]))
         most = gl.convert_layout(gl.max(gl.maximum(left, right), 1), m.type.layout)
     if FIRST:
@@ -298,7 +298,8 @@ def _write(m, l, acc, tile, scaling, v_factor, out, shape):
     IS_NARROW: gl.constexpr = WIDTH <= 128 and out_ptr.dtype.element_ty != gl.float32
     ROWS: gl.constexpr = WIDE if IS_NARROW else OUTPUT
     narrow = gl.convert_layout(narrow, ROWS)
-    # Of narrow heads Triton 3.8 has no register for the constants' sake.
+    # With heads of up to 128 columns every bit of a row's number counts as the thread's: Triton 3.8
+    # has no registers left to take the constants of registers apart.
     OWN: gl.constexpr = (63 if WIDTH <= 64 else 7) if IS_NARROW else _OWN
     token, lane = _taken_apart(gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS)), OWN, PACKED)
     column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, ROWS))
@@ -495,7 +496,8 @@ def consume(PART: gl.constexpr, queries, rings, cache, scaling, mask, out, shape
         stage = turn % queries.STAGES
         queries.wait_full(turn)
         tile = _part_told(PART, stage, queries, shape)
-        # Of one stage, operands' addresses would be kept in registers from the first tile on.
+        # The opaque zero hides the address: with one stage the compiler would keep the operands'
+        # addresses in registers from the first tile on.
         place = stage * shape.WARP_GROUPS + PART + opaque_zero()
         scores = _first_scores(place, done, tile, queries, rings.keys, shape)
         acc = warpgroup_mma_wait(2 if shape.EXTRA > 0 else 1, deps=[acc])

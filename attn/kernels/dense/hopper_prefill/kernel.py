@@ -218,7 +218,7 @@ def hopper_prefill_kernel(
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     if KIND <= 0:
-        # Of 8 bits nobody clears: see
+        # Nobody waits for this barrier over an 8-bit cache. An unused barrier is not made: see
         # :func:`attn.kernels.dense.hopper_decode.kernel.hopper_decode_kernel`.
         mbarrier.init(cleared, count=WARP_GROUPS)
     for s in gl.static_range(Q_STAGES):
@@ -272,7 +272,7 @@ def hopper_prefill_kernel(
             [REGISTERS, 256 - REGISTERS, 256 - REGISTERS],
         )  # fmt: skip
     elif KIND > 0:
-        # Of four warp groups ptxas leaves no product more than 128 registers.
+        # With four warp groups, ptxas leaves no product more than 128 registers.
         gl.warp_specialize(
             [
                 (consume, (0, queries, rings, cache, scaling, mask, out, shape)),

@@ -35,11 +35,11 @@ def tile_of(
 ) -> HopperTile | None:
     """The tile with which the prefill kernel serves a step of a layer; None where it does not.
 
-    The builder has asked the same of what it knew; here all is known.
+    The builder has asked the same question with what it knew; here the tensors are known too.
 
     Raises:
-        ValueError: it does not, though it is asked for by name; likewise a plan for a layer of
-            other tiles.
+        ValueError: the kernel is asked for by name and does not serve the step, or the plan is for
+            tiles of another size.
     """
     shape, block_size, asks = asked(layer, step, tensors)
     asks = replace(
@@ -62,7 +62,8 @@ def tile_of(
 
 
 _queries = Descriptors()
-"""Of all layers: in a step their queries have one shape, and often one place."""
+"""Descriptors of queries, shared by all layers: in a step their queries have one shape, and often
+one address."""
 
 
 class HopperLauncher(HopperVariants[HopperPlan]):
@@ -72,8 +73,8 @@ class HopperLauncher(HopperVariants[HopperPlan]):
         """
         Args:
             layer: what never changes.
-            kind: how elements are stored, as in :mod:`attn.kernels.lang.stored`; None for the way
-                of the layer's cache.
+            kind: how elements are stored, one of :mod:`attn.kernels.lang.stored`'s kinds; None
+                for that of the layer's cache.
         """
         super().__init__(layer)
         self._kind = _kind_of(layer.cache_dtype) if kind is None else kind
@@ -151,7 +152,7 @@ class HopperLauncher(HopperVariants[HopperPlan]):
             "FP8_OUT": tensors.output_scale is not None,
             "LSE": lse is not None,
         }
-        # Of four bytes.
+        # Strides in words of four bytes.
         words = [stride // 4 for stride in (*key.stride()[:3], *value.stride()[:3])]
         names = ("k_block", "k_token", "k_head", "v_block", "v_token", "v_head")
         fixed |= dict(zip(names, words, strict=True))

@@ -22,13 +22,14 @@ if TYPE_CHECKING:
 
 
 class WidenedLauncher:
-    """The two launches of one layer: the keys are widened, then attended."""
+    """The two launches of one layer: keys and values are dequantised, then attended."""
 
     def __init__(self, layer: DenseLayer, kind: int) -> None:
         """
         Args:
             layer: what never changes.
-            kind: how its cache stores its elements, as in :mod:`attn.kernels.lang.stored`.
+            kind: how the layer's cache stores its elements, one of
+                :mod:`attn.kernels.lang.stored`'s kinds.
         """
         self._kind = kind
         # What the kernel reads is the workspace.
