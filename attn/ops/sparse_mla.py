@@ -89,12 +89,12 @@ def sparse_mla(
         return
     from attn.kernels.sparse.launcher import sparse_calls
     from attn.kernels.sparse.layer import SparseLayer, SparseTensors
+    from builders.launch.launcher import launch
 
     tile = tile or tile_for(query, indices, layout)
     if tile.hopper is not None and twin is not None:
         # Imported late: the module needs Gluon, which other GPUs can do without.
         from attn.kernels.sparse.hopper_launch import is_aligned
-        from builders.launch.launcher import launch
 
         tile = tile if is_aligned(query, rotary, kv_cache) else twin
     heads, rank = query.shape[1:]
