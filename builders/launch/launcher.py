@@ -249,7 +249,9 @@ def launch(call: KernelCall) -> None:
         call.launch_through_triton()
         return
     arguments = call.arguments
-    key: list[Any] = [kernel, *call.options.items()]
+    # A kernel's own hash reads its source and all that this calls. Its launcher keeps it alive, so
+    # that no other kernel has its number.
+    key: list[Any] = [id(kernel), *call.options.items()]
     values = []
     for param in kernel.params:
         value = arguments[param.name]
