@@ -120,7 +120,7 @@ class SparseKernels(Spec):
     """Which kernels serve latent layers over lists of tokens: SPARSE_MLA's.
 
     ``prefill`` and ``decode`` choose a library. The library's own kernel (``triton_sparse``) has a
-    form in Triton and one for Hopper, between which ``own_prefill`` and ``own_decode`` choose.
+    portable form and a Hopper form; ``own_prefill`` and ``own_decode`` choose between the two.
     """
 
     prefill: SparseKernel = SparseKernel.TRITON_SPARSE
@@ -147,12 +147,12 @@ class Kernels(Spec):
         decode: DecodeKernel = DecodeKernel.AUTO,
         rows: MlaKernel = MlaKernel.AUTO,
     ) -> Self:
-        """One choice between plain Triton and Hopper for the library's own kernels of all families.
+        """One choice between the portable and the Hopper kernel, for all families.
 
         Args:
-            prefill: of the requests with many new tokens.
-            decode: of the rows with few new tokens.
-            rows: of TRTLLM_MLA's rows.
+            prefill: kernel of the requests with many new tokens.
+            decode: kernel of the rows with few new tokens.
+            rows: kernel of TRTLLM_MLA's rows.
         """
         return cls(
             dense=DenseKernels(prefill=prefill, decode=decode),

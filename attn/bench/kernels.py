@@ -234,7 +234,7 @@ DECODE_OPTIONS: Final = tuple(
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What a command line says of a benchmark, as it was typed; see ``HELP``."""
+    """The options of a benchmark as they were typed on the command line; see ``HELP``."""
 
     backend: str | None = None
     case: Sequence[str] = ()

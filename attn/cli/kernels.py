@@ -45,7 +45,7 @@ class NamedKernel:
 
 
 def kernels_of(**options: StrEnum | None) -> Kernels:
-    """The record that options mean; those that are None are left to the record's defaults.
+    """The kernel record of the command's options; an option of None keeps the record's default.
 
     Args:
         options: values by family and field, such as ``sparse_own_decode_kernel``.
@@ -95,7 +95,7 @@ def check_families(kernels: Kernels, model: ModelGeometry) -> None:
 def backend_asked_for(
     kernels: Kernels, geometry: LayerGeometry, backend: str | None, model: str
 ) -> str | None:
-    """The backend of a kind of layers by name; a named kernel asks for the one that has it.
+    """The name of the backend that a model's layers ask for; a named kernel asks for its backend.
 
     Args:
         kernels: what is named.

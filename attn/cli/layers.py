@@ -66,15 +66,15 @@ class StepInputs:
 
 @dataclass(frozen=True)
 class LayerSetup:
-    """What a replay layer is made of."""
+    """The parts that a replay layer is made of."""
 
     geometry: LayerGeometry
     index: int
-    """Its number in the model."""
+    """Number of the layer in the model."""
     spec: AnyKVCacheSpec
-    """What it stores."""
+    """Spec of the layer's cache."""
     backend: type[AttentionBackend]
-    """Whose impl it has."""
+    """Backend of the triple whose impl the layer has."""
     num_blocks: int
     """Blocks of its cache, the null block included."""
     source: TensorSource

@@ -144,7 +144,7 @@ TANH_ERROR = 2.0**-11
 
 @dataclass(frozen=True)
 class Habits:
-    """What a kernel rounds on purpose where a careful kernel would not."""
+    """The values that a kernel rounds on purpose where a careful kernel would not."""
 
     fp8_weights: bool = False
     """Unnormalised probabilities are rounded to e4m3, scaled so that the largest becomes e4m3's

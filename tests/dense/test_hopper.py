@@ -11,8 +11,8 @@ import torch
 
 import builders.dense.triton_attn
 from attn.kernels.dense.hopper_launch import Descriptors
-from attn.kernels.dense.hopper_prefill.launch import tile_of
-from attn.kernels.dense.tensors import DenseLayer, DenseTensors
+from attn.kernels.dense.hopper_prefill.launch import HopperLauncher, tile_of
+from attn.kernels.dense.tensors import DenseLayer, DenseTensors, KeyRows, stored_as
 from builders.batch import CommonAttentionMetadata
 from builders.dense import choice as hopper_dense
 from builders.dense.choice import (
@@ -344,3 +344,22 @@ def test_descriptors_are_made_once_and_hold_no_tensor() -> None:
     assert descriptors.of("k", rows[1:], (1, 16, 1, 64)) is not one
     assert descriptors.of("v", rows, (1, 16, 1, 64)) is one
     assert descriptors.of("v", rows.view(torch.float16), (1, 16, 1, 64)).base.dtype == torch.float16
+
+
+def test_rows_of_one_forward_at_the_same_address_keep_their_descriptor() -> None:
+    sizes = {"num_heads": 4, "num_kv_heads": 8, "head_size": 128, "head_size_v": 128}
+    layer = DenseLayer(**sizes, scale=0.1, cache_dtype=CacheDType.AUTO, causal=False)
+    launcher, box = HopperLauncher(layer), (1, 16, 1, 64)
+    rows = torch.zeros(4, 16, 8, 128, dtype=torch.bfloat16)
+
+    def described(key: torch.Tensor) -> object:
+        # Encoders have no cache whose views are kept: each forward makes them anew.
+        keys = KVViews(key, key)
+        made = KeyRows(keys, stored_as(CacheDType.AUTO))
+        return launcher._described(
+            "k", key, box, DenseTensors(key, keys, key, None, None, rows=made)
+        )
+
+    first = described(rows)
+    assert described(rows[:]) is first
+    assert described(rows[1:]) is not first

@@ -160,13 +160,17 @@ class HopperVariants(ABC, Generic[Plan]):
     def _described(
         self, name: str, rows: torch.Tensor, box: tuple[int, ...], tensors: DenseTensors
     ) -> TensorDescriptor:
-        """The descriptor of keys or values, kept in ``tensors.rows`` where there is one."""
+        """The descriptor of keys or values, kept in ``tensors.rows`` where there is one.
+
+        Rows that are made for one forward (encoders, expanded latent rows) lie at the same
+        addresses in the next: their descriptors are found by address and are not encoded anew.
+        """
         kept = tensors.rows
         if kept is None:
             return self._descriptors.of(name, rows, box)
         found = kept.described.get((name, box))
         if found is None:
-            found = kept.described[name, box] = _describe(rows, box)
+            found = kept.described[name, box] = self._descriptors.of(name, rows, box)
         return found
 
     @abstractmethod

@@ -446,7 +446,7 @@ class Cells:
 
 @aggregate
 class Scaling:
-    """What makes scores of products of queries and keys."""
+    """The factors that turn products of queries and keys into scores."""
 
     factor: gl.tensor
     """fp32, by which products are multiplied: the layer's scale; without SOFT_CAP times log2(e); of

@@ -355,7 +355,7 @@ def _anew(place, ASM: gl.constexpr):
 
 @gluon.jit
 def _factors(head, scaling, cache, shape):
-    """What scores and outputs of a tile of heads are multiplied with."""
+    """The factors of scores and of outputs of a tile of heads."""
     factor = scaling.factor
     v_factor = 1.0
     if shape.KIND != 0:
