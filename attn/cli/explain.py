@@ -16,7 +16,7 @@ from attn.errors import missing_reason
 from attn.registry import AttentionBackendEnum
 from attn.selector import ONLY_ALLOWED, SelectionReport, Verdict, explain, is_withheld
 from builders.dense.choice import (
-    LayerAsks,
+    LayerRequirements,
     decode_kernel_of,
     prefill_kernel_of,
 )
@@ -234,7 +234,7 @@ def _kernels(question: Question, layer: LayerGeometry) -> dict[str, str]:
     )
     is_paged = layer.kind is not LayerKind.ENCODER_ONLY
     pages = (question.block_size or DEFAULT_BLOCK_SIZE) if is_paged else 0
-    asks = LayerAsks(
+    asks = LayerRequirements(
         is_local=layer.sliding_window is not None or layer.attention_chunk_size is not None,
         alibi=layer.use_alibi,
         query=model.dtype,

@@ -401,7 +401,7 @@ class LatentTrial(Trial):
             AssertionError: the plan depends on the batch, and the Hopper kernel was not asked for.
         """
         split = getattr(record.decode, "split", None)
-        if split is not None and split.is_free:
+        if split is not None and split.depends_on_batch:
             if self.decode_kernel is DecodeKernel.TRITON:
                 raise AssertionError("only the Hopper kernel's rows are cut where the batch says")
             results = {name: rows for name, rows in results.items() if name == "output"}

@@ -35,7 +35,7 @@ _Tile = TypeVar("_Tile")
 
 
 @dataclass(frozen=True)
-class LayerAsks:
+class LayerRequirements:
     """The requirements of a layer on the Hopper kernels, beyond its shape.
 
     A builder leaves out the requirements that only the layer and its tensors show. A launcher knows
@@ -96,11 +96,11 @@ def chosen_kernel(
     if isinstance(found, str):
         if by_name:
             raise ValueError(f"{option} 'hopper' does not serve this {layer}: {found}")
-        return None, f"the one for Hopper does not serve: {found}"
+        return None, f"the Hopper kernel does not serve: {found}"
     if by_name:
         return found, f"it serves this layer, and {option} is {wanted.value!r}"
     if left is not None:
-        return None, f"the one for Hopper serves, but {left}"
+        return None, f"the Hopper kernel serves, but {left}"
     return found, f"{why}, and {option} is {wanted.value!r}"
 
 
@@ -108,7 +108,7 @@ def prefill_kernel_of(
     shape: DenseShape,
     kind: DeviceKind,
     block_size: int,
-    asks: LayerAsks,
+    asks: LayerRequirements,
     wanted: PrefillKernel,
     option: str = DENSE_OPTION,
 ) -> tuple[HopperTile | None, str]:
@@ -135,7 +135,10 @@ def prefill_kernel_of(
 
 
 def hopper_tile(
-    shape: DenseShape, kind: DeviceKind, block_size: int, asks: LayerAsks = LayerAsks()
+    shape: DenseShape,
+    kind: DeviceKind,
+    block_size: int,
+    asks: LayerRequirements = LayerRequirements(),
 ) -> HopperTile | str:
     """The Hopper prefill kernel's tile of a layer, or the reason why the kernel does not take it.
 
@@ -192,7 +195,7 @@ def decode_kernel_of(
     kind: DeviceKind,
     block_size: int,
     max_query_len: int,
-    asks: LayerAsks,
+    asks: LayerRequirements,
     wanted: DecodeKernel,
 ) -> tuple[HopperDecodeTile | None, str]:
     """Which kernel takes a layer's requests with few new tokens, and why.
@@ -220,7 +223,7 @@ def decode_kernel_of(
     return chosen_kernel("kernels.dense.decode", wanted, found, left=left, why=why)
 
 
-def _measured_slower(shape: DenseShape, tile: SplitTile, asks: LayerAsks) -> str | None:
+def _measured_slower(shape: DenseShape, tile: SplitTile, asks: LayerRequirements) -> str | None:
     """Why the Hopper split-KV kernel was not faster than the portable kernel on an H200.
 
     None for layers where it was faster. docs/performance.md has the times of both kernels.
@@ -249,7 +252,7 @@ def hopper_decode_tile(
     kind: DeviceKind,
     block_size: int,
     max_query_len: int,
-    asks: LayerAsks = LayerAsks(),
+    asks: LayerRequirements = LayerRequirements(),
 ) -> HopperDecodeTile | str:
     """The Hopper split-KV kernel's tile of a layer, or the reason why the kernel does not take it.
 
@@ -353,7 +356,7 @@ def _stored_type(cache_dtype: CacheDType, query: DType) -> DType | CacheDType | 
     return cache_dtype if is_e5m2 and query is DType.FLOAT16 else None
 
 
-def refusal_of(asks: LayerAsks) -> str | None:
+def refusal_of(asks: LayerRequirements) -> str | None:
     """The first of a layer's requirements that no Hopper kernel meets; None if they meet all."""
     named = {
         "ALiBi": asks.alibi,

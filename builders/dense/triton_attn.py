@@ -21,21 +21,21 @@ from builders.checks.kernel_limits import BLOCK_MULTIPLE, check_dtypes, check_he
 from builders.checks.masks import check_batch_masks, check_dcp, check_rswa
 from builders.checks.step_limits import check_common_prefix
 from builders.dense.choice import (
-    LayerAsks,
+    LayerRequirements,
     decode_kernel_of,
     hopper_tile,
     prefill_kernel_of,
 )
+from builders.dense.dequantised import LEAST_ROWS, PAGE, DequantisedPages
 from builders.dense.record import SharedPrefix, TritonAttentionMetadata
 from builders.dense.shared_prefix import SharedBuffers, debug_prefix
-from builders.dense.widened import LEAST_ROWS, PAGE, WidenedPages
 from builders.device import device_facts, runs_gluon
 from builders.splitkv.planner import PlannerOptions, SplitPlanner
 from builders.splitkv.record import (
+    DequantisedKeys,
     PrefillPlan,
     SplitLimits,
     VisibleKeys,
-    WidenedKeys,
 )
 from builders.splitkv.stripe import Stripe
 from builders.splitkv.tiles import (
@@ -111,7 +111,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             self.visible.span,
         )
         self.planner = self._new_planner(self.buffers)
-        self._widened = self._widened_pages()
+        self._dequantised = self._dequantised_pages()
         self._shared: SharedBuffers | None = None
         self.shares_prefix = (
             isinstance(kv_cache_spec, FullAttentionSpec)
@@ -134,27 +134,27 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         constructor's.
         """
         builder = cls(kv_cache_spec, layer_names, vllm_config, device)
-        builder.planner = builder._new_planner(GraphBuffers(builder.device), is_free=True)
+        builder.planner = builder._new_planner(GraphBuffers(builder.device), depends_on_batch=True)
         return builder
 
-    def _new_planner(self, buffers: GraphBuffers, is_free: bool = False) -> SplitPlanner:
+    def _new_planner(self, buffers: GraphBuffers, depends_on_batch: bool = False) -> SplitPlanner:
         config = self.vllm_config
         options = PlannerOptions(
             every_row=config.batch_invariant and not self.is_encoder,
-            is_free=is_free,
+            depends_on_batch=depends_on_batch,
             takes_rows=not self.is_encoder,
             hopper=self._hopper_tile(),
             requires_hopper=config.kernels.dense.prefill is PrefillKernel.HOPPER,
-            hopper_decode=None if is_free else self._hopper_decode_tile(),
+            hopper_decode=None if depends_on_batch else self._hopper_decode_tile(),
             requires_hopper_decode=config.kernels.dense.decode is DecodeKernel.HOPPER,
         )
         tokens = config.max_decode_query_len
         return SplitPlanner(self.shape, self.gpu, self._limits, tokens, buffers, options)
 
-    def _asks(self) -> LayerAsks:
+    def _asks(self) -> LayerRequirements:
         """Requirements of this group's layers on the Hopper kernels, as far as they are known."""
         config, spec = self.vllm_config, cast(Any, self.kv_cache_spec)
-        return LayerAsks(
+        return LayerRequirements(
             batch_invariant=config.batch_invariant,
             is_local=self.visible.span is not None,
             dcp=self.visible.stripe is not None,
@@ -185,7 +185,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         asks = replace(self._asks(), rswa=config.rswa_window is not None)
         return decode_kernel_of(self.shape, self.gpu.kind, self._page, tokens, asks, wanted)[0]
 
-    def _widened_pages(self) -> WidenedPages | None:
+    def _dequantised_pages(self) -> DequantisedPages | None:
         """The workspace where prefills of this group may have a quantised cache dequantised.
 
         None where they may not. A step's prefill runs over the workspace or over the cache itself,
@@ -207,7 +207,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             return None
         short, most = self.planner.short_query, config.prefill_workspace_bytes
         sizes = self.shape, spec.dtype.torch, spec.cache_dtype, self._limits
-        return WidenedPages(*sizes, short, visible.window, most, self.device)
+        return DequantisedPages(*sizes, short, visible.window, most, self.device)
 
     def build(
         self,
@@ -276,8 +276,8 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         # Multimodal ranges may reach further back than the window, and the workspace begins with
         # the window.
         sees_more = ranges is not None and self.visible.window is not None
-        if self._widened is not None and tiles and record.shared is None and not sees_more:
-            record.prefill = _over(record.prefill, self._widened.plan(batch))
+        if self._dequantised is not None and tiles and record.shared is None and not sees_more:
+            record.prefill = _over(record.prefill, self._dequantised.plan(batch))
         return record
 
     def update_draft_decode_metadata(self, metadata: TritonAttentionMetadata) -> None:
@@ -316,12 +316,14 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             updated.split = None if split is None else self.planner.split()
             if prefill is not None:
                 updated.prefill = self.planner.own_prefill(prefill, metadata.num_reqs)
-                pages = None if prefill.hopper is None else prefill.hopper.widened
-                if pages is not None and self._widened is not None:
+                pages = None if prefill.hopper is None else prefill.hopper.dequantised
+                if pages is not None and self._dequantised is not None:
                     # This builder has a workspace of its own. The number of its pages is that of
                     # the other builder, since it does not depend on the blocks.
                     lens = metadata.query_start_loc, metadata.seq_lens
-                    updated.prefill = _over(updated.prefill, self._widened.of(*lens, pages.pages))
+                    updated.prefill = _over(
+                        updated.prefill, self._dequantised.of(*lens, pages.pages)
+                    )
         return updated
 
     def build_for_cudagraph_capture(
@@ -383,7 +385,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         table = torch.zeros((1, width), dtype=torch.int32, device=device)
         most = min(config.max_num_batched_tokens, config.max_model_len)
         counts = [1, min(self.planner.short_query + 1, most)]
-        if self._widened is not None:
+        if self._dequantised is not None:
             counts.append(min(cdiv(LEAST_ROWS, self.shape.group), most))
         for tokens in dict.fromkeys(counts):
             for prefix in (0, block_size) if shared_prefix else (0,):
@@ -471,11 +473,11 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             check_common_prefix(length, query_lens.numpy(), known[:reqs].numpy())
 
 
-def _over(plan: PrefillPlan | None, widened: WidenedKeys | None) -> PrefillPlan | None:
+def _over(plan: PrefillPlan | None, dequantised: DequantisedKeys | None) -> PrefillPlan | None:
     """A prefill plan whose Hopper kernel reads dequantised keys, or None for the cache itself."""
-    if plan is None or plan.hopper is None or plan.hopper.widened is widened:
+    if plan is None or plan.hopper is None or plan.hopper.dequantised is dequantised:
         return plan
-    return replace(plan, hopper=replace(plan.hopper, widened=widened))
+    return replace(plan, hopper=replace(plan.hopper, dequantised=dequantised))
 
 
 def _leading(tensor: torch.Tensor, count: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from builders.dense.choice import (
-    LayerAsks,
+    LayerRequirements,
     chosen_kernel,
     misfit_of,
     refusal_of,
@@ -51,7 +51,7 @@ def latent_kernel_of(
     kind: DeviceKind,
     block_size: int,
     max_query_len: int,
-    asks: LayerAsks,
+    asks: LayerRequirements,
     wanted: DecodeKernel,
 ) -> tuple[HopperDecodeTile | None, str]:
     """Which kernel takes a latent layer's decodes and verifies, and why.
@@ -87,7 +87,7 @@ def hopper_latent_tile(
     kind: DeviceKind,
     block_size: int,
     max_query_len: int,
-    asks: LayerAsks,
+    asks: LayerRequirements,
 ) -> HopperDecodeTile | str:
     """The Hopper kernel's tile of a latent layer, or the reason why no Hopper kernel takes it.
 

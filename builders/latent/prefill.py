@@ -16,7 +16,7 @@ import torch
 from builders.batch import CommonAttentionMetadata
 from builders.buffers import GraphBuffers
 from builders.checks.kernel_limits import BLOCK_MULTIPLE, HEAD_SIZES
-from builders.dense.choice import LATENT_OPTION, LayerAsks, prefill_kernel_of
+from builders.dense.choice import LATENT_OPTION, LayerRequirements, prefill_kernel_of
 from builders.dense.record import TritonAttentionMetadata
 from builders.device import runs_gluon
 from builders.splitkv.record import HopperPlan, PrefillPlan
@@ -152,7 +152,7 @@ class ExpandedPrefill:
         if wanted is PrefillKernel.AUTO and not runs_gluon(self._buffers.device):
             return None
         shape = replace(expanded, head_size=192, head_size_v=128)
-        asks = LayerAsks(query=spec.dtype, cache_dtype=CacheDType.AUTO)
+        asks = LayerRequirements(query=spec.dtype, cache_dtype=CacheDType.AUTO)
         return prefill_kernel_of(shape, kind, 0, asks, wanted, LATENT_OPTION)[0]
 
     def plan(self, batch: CommonAttentionMetadata, decodes: int) -> LatentPrefill:

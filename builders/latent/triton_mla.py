@@ -21,7 +21,7 @@ from builders.checks.debug import debug_limits
 from builders.checks.kernel_limits import BLOCK_MULTIPLE, HEAD_SIZES, check_dtypes
 from builders.checks.masks import refuse_dcp
 from builders.dense.choice import (
-    LayerAsks,
+    LayerRequirements,
 )
 from builders.dense.record import TritonAttentionMetadata
 from builders.device import device_facts, runs_gluon
@@ -287,7 +287,7 @@ def _hopper_tile(
     wanted, tokens = config.kernels.latent.decode, config.max_decode_query_len
     if wanted is DecodeKernel.AUTO and not runs_gluon(device):
         return None
-    asks = LayerAsks(
+    asks = LayerRequirements(
         batch_invariant=config.batch_invariant,
         is_local=isinstance(spec, SlidingWindowMLASpec),
         query=spec.dtype,

@@ -214,7 +214,7 @@ def latent_table_kernel(
     do_not_specialize=["num_reqs", "short_query", "window", "width", "capacity"],
     do_not_specialize_on_alignment=["query_start_ptr", "seq_lens_ptr"],
 )
-def widened_pages_kernel(
+def dequantised_pages_kernel(
     query_start_ptr,
     seq_lens_ptr,
     table_ptr,
@@ -230,7 +230,7 @@ def widened_pages_kernel(
     REQS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Kernel for :func:`builders.dense.widened.write_widened_pages`; a program is a row's tile."""
+    """Kernel for :func:`builders.dense.dequantised.write_dequantised_pages`; one tile a program."""
     req = tl.program_id(0)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     i = tl.arange(0, REQS)

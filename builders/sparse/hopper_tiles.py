@@ -80,7 +80,7 @@ def hopper_misfit(shape: SparseShape, kind: DeviceKind, dtype: DType) -> str | N
     elif shape.layout is not LatentFormat.BF16 and shape.num_heads > MOST_NARROW_HEADS:
         return (
             f"rows of {shape.layout.value} for more than {MOST_NARROW_HEADS} heads, of which there "
-            f"are {shape.num_heads}, are read by the plain kernel alone"
+            f"are {shape.num_heads}, are read by the portable kernel alone"
         )
     return None
 

@@ -38,22 +38,19 @@ def plan_rows(
     short_query: int,
     visible: VisibleKeys = EVERY_KEY,
     is_causal: bool = False,
-    bundle_of: int = 0,
+    group_segments: int = 0,
     least_tiles: int | None = None,
     row_cost: int = 0,
 ) -> HostPlan:
     """Compute on the host what :func:`builders.splitkv.device.plan.plan_kernel` computes.
 
     Args:
-        query_lens: new tokens of each request.
-        kv_lens: KV length of each request.
-        tile: the split-KV tile.
-        groups: groups of programs that share the work.
-        head_loops: walks over the keys of each work item.
-        short_query: longest query, in tokens, of a request that has work items.
-        visible: the keys that queries may see.
-        is_causal: True if no query sees past itself.
-        bundle_of: segments of a segment group, for plans without window or chunk; 0 where a work
+        query_lens: new tokens of each request. kv_lens: KV length of each request. tile: the
+        split-KV tile. groups: groups of programs that share the work. head_loops: walks over the
+        keys of each work item. short_query: longest query, in tokens, of a request that has work
+        items. visible: the keys that queries may see. is_causal: True if no query sees past itself.
+        group_segments: segments of a segment group, for plans without window or chunk; 0 where a
+        work
             item has all keys.
         least_tiles: fewest tiles of a share, where work items are cut between any two tiles.
             ``starts`` then hold tiles of work items, not segments. None cuts them at segments.
@@ -67,7 +64,9 @@ def plan_rows(
         short = 0 < count <= short_query
         keys = kv_len if stripe is None else stripe.local_len(kv_len)
         last_tile = max(cdiv(keys, tile.kv_tile) - 1, 0)
-        bundles = segment_of(last_tile * tile.segment_unit) // bundle_of + 1 if bundle_of else 1
+        segment_groups = (
+            segment_of(last_tile * tile.segment_unit) // group_segments + 1 if group_segments else 1
+        )
         for skipped in range(0, count if short else 0, tile.query_tokens):
             first = max(kv_len - count, 0) + skipped
             start = 0
@@ -79,16 +78,16 @@ def plan_rows(
             stop = min(kv_len, first + taken) if is_causal else kv_len
             if stripe is not None:
                 stop = stripe.local_len(stop)
-            for bundle in range(bundles):
+            for segment_group in range(segment_groups):
                 first_tile, stop_tile = max(start, 0) // tile.kv_tile, cdiv(stop, tile.kv_tile)
-                if bundle_of:
-                    first_tile = segment_start(bundle * bundle_of) // tile.segment_unit
-                    past = segment_start((bundle + 1) * bundle_of) // tile.segment_unit
+                if group_segments:
+                    first_tile = segment_start(segment_group * group_segments) // tile.segment_unit
+                    past = segment_start((segment_group + 1) * group_segments) // tile.segment_unit
                     stop_tile = min(stop_tile, past)
                 tiles = max(stop_tile - first_tile, 1)
                 part = segment_of(first_tile * tile.segment_unit)
                 parts = segment_of((first_tile + tiles - 1) * tile.segment_unit) + 1 - part
-                where = [first_tile, tiles, 0, part, parts, bundle, bundles]
+                where = [first_tile, tiles, 0, part, parts, segment_group, segment_groups]
                 rows.append([req, token + skipped, taken, kv_len, first, *where])
         token += count
     # Work items of one length are cut into equal parts, so each share has as many beginnings.
@@ -97,14 +96,20 @@ def plan_rows(
     for fields in rows:
         fields[7] = place
         place += (fields[6] + cost) * head_loops
-    is_free, sharers = least_tiles is not None, groups
+    depends_on_batch, sharers = least_tiles is not None, groups
     if least_tiles is not None:
         # Arrivals of groups are counted, and a group without a tile would never arrive.
         sharers = max(min(groups, place // least_tiles), 1)
     shared = shared_tiles(place, [fields[6] for fields in rows], sharers)
     starts = [
         _start_of(
-            cdiv(c * shared, sharers), place, rows, tile.segment_unit, head_loops, is_free, cost
+            cdiv(c * shared, sharers),
+            place,
+            rows,
+            tile.segment_unit,
+            head_loops,
+            depends_on_batch,
+            cost,
         )
         for c in range(groups + 1)
     ]
@@ -142,20 +147,20 @@ def _start_of(
     rows: list[list[int]],
     unit: int,
     head_loops: int,
-    is_free: bool,
+    depends_on_batch: bool,
     cost: int,
 ) -> tuple[int, int]:
     """Work item (times head loops) and segment of the first segment at or after a position.
 
-    Where work items are cut between any two tiles (``is_free``), the second number is a tile of the
-    work item, not a segment.
+    Where work items are cut between any two tiles (``depends_on_batch``), the second number is a
+    tile of the work item, not a segment.
     """
     if position >= total:
         return len(rows) * head_loops, 0
     row = max(index for index, fields in enumerate(rows) if fields[7] <= position)
     first_tile, tiles, place = rows[row][5:8]
     loop, offset = divmod(position - place, tiles + cost)
-    if is_free:
+    if depends_on_batch:
         return row * head_loops + loop, max(offset - cost, 0)
     tile = first_tile + offset
     at = segment_of(tile * unit)

@@ -37,10 +37,10 @@ from builders.splitkv.record import (
 )
 from builders.splitkv.sizes import (
     PARTS_OF_A_PROGRAM,
-    key_bundles,
     most_rows,
     most_slots,
     parallel_heads,
+    segment_groups_of_keys,
 )
 from builders.splitkv.stripe import Stripe
 from builders.splitkv.tiles import (
@@ -70,7 +70,7 @@ class PlannerOptions:
 
     every_row: bool = False
     """Every request has work items, whatever its query length (batch invariance)."""
-    is_free: bool = False
+    depends_on_batch: bool = False
     """Work items are cut between any two tiles, see :class:`SplitPlan`."""
     takes_rows: bool = True
     """False leaves every request to the prefill kernel (encoders)."""
@@ -115,7 +115,7 @@ class SplitPlanner:
         hopper_decode, latent = options.hopper_decode, options.latent
         self.least_tiles = None if hopper_decode is None else hopper_decode.least_tiles
         self.row_cost = 0 if hopper_decode is None else hopper_decode.row_cost
-        self.is_free = options.is_free or self.least_tiles is not None
+        self.depends_on_batch = options.depends_on_batch or self.least_tiles is not None
         self.hopper_decode = hopper_decode
         self.requires_hopper_decode = options.requires_hopper_decode
         if latent is not None:
@@ -147,20 +147,22 @@ class SplitPlanner:
         self.num_heads = shape.num_heads
         self.num_multiprocessors = gpu.num_multiprocessors
         # Many keys are cut into segment groups. Behind a window a query sees too few for that.
-        self.bundle, self.bundles = 0, 1
-        if limits.window is None and not self.is_free and options.takes_rows:
-            self.bundle, self.bundles = key_bundles(limits.max_kv_len, tile)
-        self.max_rows = self.bundles * most_rows(limits, tile, self.short_query)
+        self.segment_group, self.segment_groups = 0, 1
+        if limits.window is None and not self.depends_on_batch and options.takes_rows:
+            self.segment_group, self.segment_groups = segment_groups_of_keys(
+                limits.max_kv_len, tile
+            )
+        self.max_rows = self.segment_groups * most_rows(limits, tile, self.short_query)
         if not options.takes_rows:
             self.slots = 0
-        elif self.is_free:
+        elif self.depends_on_batch:
             # Where shares have at least ``least_tiles``, a program stores parts of at most two work
             # items. Otherwise a program lends a slot to every group, since all groups may have a
             # part of the same work item.
             self.slots = self.groups if self.least_tiles is None else PARTS_OF_A_PROGRAM
         else:
             moved = None if options.every_row else self.short_query
-            self.slots = most_slots(limits, tile, moved, self.bundle)
+            self.slots = most_slots(limits, tile, moved, self.segment_group)
         self._declare(buffers, shape.head_size_v, latent is not None)
         self.buffers = buffers
         self._compiled_for: set[bool] = set()
@@ -171,9 +173,9 @@ class SplitPlanner:
         tile, reqs = self.tile, self.limits.max_num_seqs
         used = tile.tile_heads * tile.query_tokens
         launched = self.groups * self.heads
-        area = area_of(self.slots, self.bundles, self.head_loops)
+        area = area_of(self.slots, self.segment_groups, self.head_loops)
         if is_latent:
-            area = sum(latent_states(self.slots, self.bundles, self.head_loops))
+            area = sum(latent_states(self.slots, self.segment_groups, self.head_loops))
         states = launched * area * used
         # Stored rows of a quantised cache are read in planes; each plane's width is rounded up to a
         # power of two.
@@ -326,14 +328,14 @@ class SplitPlanner:
             "CHUNK": visible.chunk is not None,
             "TRIM": is_causal,
             "DCP": visible.stripe is not None,
-            "BUNDLE": self.bundle,
+            "SEGMENTS_PER_GROUP": self.segment_group,
             "MOST_REQS": power_of_two(self.limits.max_num_seqs),
             "REQS": reqs,
             "STEPS": steps,
             "NUM_GROUPS": self.groups,
             "GROUPS": groups,
             "LINES": max(lines, warps),
-            "FREE": self.is_free,
+            "DEPENDS_ON_BATCH": self.depends_on_batch,
             "LEAST": self.least_tiles or 1,
             "ROW_COST": self.row_cost,
             "WAITS": self.starts_ahead,
@@ -357,8 +359,8 @@ class SplitPlanner:
             self.short_query,
             visible,
             is_causal,
-            self.bundle,
-            (self.least_tiles or 1) if self.is_free else None,
+            self.segment_group,
+            (self.least_tiles or 1) if self.depends_on_batch else None,
             self.row_cost,
         )
         self._fill_tiles("tile_starts", self.prefill.query_tile, starts)
@@ -412,11 +414,11 @@ class SplitPlanner:
             heads=self.heads,
             head_loops=self.head_loops,
             slots=self.slots,
-            bundles=self.bundles,
+            segment_groups=self.segment_groups,
             short_query=self.short_query,
             hopper=self.hopper_decode,
             requires_hopper=self.requires_hopper_decode,
-            is_free=self.is_free,
+            depends_on_batch=self.depends_on_batch,
             waits=self.starts_ahead,
         )
 

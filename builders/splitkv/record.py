@@ -2,9 +2,9 @@
 
 A plan tells the split-KV kernel and the prefill kernel which program attends which keys of which
 request. A *work item* (``row`` in names) is a tile of query tokens of one request over one *segment
-group* (``bundle`` in names) of its keys; its keys may be cut between programs where segments begin,
-see :mod:`builders.splitkv.segments`. Programs of a *group* walk the same keys for different heads.
-A group's *share* is a run of consecutive tiles of keys, which may end in the middle of a work item.
+group* of its keys; its keys may be cut between programs where segments begin, see
+:mod:`builders.splitkv.segments`. Programs of a *group* walk the same keys for different heads. A
+group's *share* is a run of consecutive tiles of keys, which may end in the middle of a work item.
 
 :mod:`builders.splitkv.planner` fills the plan; the launchers of :mod:`attn.kernels` read it.
 """
@@ -151,7 +151,7 @@ class SplitPlan:
     """Times that the keys of each work item are walked, for ``heads`` head tiles each time."""
     slots: int
     """State slots for segments, per program."""
-    bundles: int
+    segment_groups: int
     """Most segment groups of a request's keys. Where there are several, a program has twice as many
     more state slots for each head loop."""
     short_query: int
@@ -164,7 +164,7 @@ class SplitPlan:
     requires_hopper: bool = False
     """True makes a layer that the Hopper kernel does not serve an error; otherwise the portable
     kernel takes that layer."""
-    is_free: bool = False
+    depends_on_batch: bool = False
     """Work items are cut between any two tiles, so that a result's bits depend on the batch.
 
     Some Hopper kernels need this, see :class:`builders.splitkv.tiles.HopperDecodeTile`; benchmarks
@@ -183,8 +183,8 @@ class SplitPlan:
             self.heads,
             self.head_loops,
             self.slots,
-            self.bundles,
-            self.is_free,
+            self.segment_groups,
+            self.depends_on_batch,
             self.waits,
         )
 
@@ -203,10 +203,10 @@ class SplitPlan:
 
 
 @dataclass(frozen=True)
-class WidenedKeys:
+class DequantisedKeys:
     """Dequantised keys and values of a step's prefills, in a workspace of 16-bit elements.
 
-    :mod:`builders.dense.widened` says when a step has one. All layers share the workspace: each
+    :mod:`builders.dense.dequantised` says when a step has one. All layers share the workspace: each
     layer writes its keys and values there before it reads them.
     """
 
@@ -247,7 +247,7 @@ class HopperPlan:
     is_required: bool = False
     """True makes a layer that the Hopper kernel does not serve an error; otherwise the portable
     kernel takes that layer."""
-    widened: WidenedKeys | None = None
+    dequantised: DequantisedKeys | None = None
     """Workspace into which keys and values of a quantised cache are dequantised first; None where
     each tile dequantises the keys that it reads."""
 
@@ -290,7 +290,7 @@ def longest_short_query(num_kv_heads: int, tile: SplitTile, max_query_len: int) 
     return max(max_query_len, min(SHORT_QUERY, max(_WALKS // walks, 1) * tile.query_tokens))
 
 
-def area_of(slots: int, bundles: int, head_loops: int) -> int:
+def area_of(slots: int, segment_groups: int, head_loops: int) -> int:
     """State slots of a program of the dense kernels.
 
     The program lends slots for segments. Where there are several segment groups, it also lends
@@ -298,13 +298,13 @@ def area_of(slots: int, bundles: int, head_loops: int) -> int:
 
     Args:
         slots: state slots for segments, per program.
-        bundles: most segment groups of a request's keys.
+        segment_groups: most segment groups of a request's keys.
         head_loops: times that the keys of each work item are walked, for different heads.
     """
-    return slots + (2 * bundles * head_loops if bundles > 1 else 0)
+    return slots + (2 * segment_groups * head_loops if segment_groups > 1 else 0)
 
 
-def latent_states(slots: int, bundles: int, head_loops: int) -> tuple[int, int]:
+def latent_states(slots: int, segment_groups: int, head_loops: int) -> tuple[int, int]:
     """State slots that a program of the latent kernel lends, and slots that only it uses.
 
     A program starts in the middle of at most one work item. It lends to that work item a slot for
@@ -321,9 +321,9 @@ def latent_states(slots: int, bundles: int, head_loops: int) -> tuple[int, int]:
 
     Args:
         slots: state slots for segments, per program.
-        bundles: most segment groups of a request's keys.
+        segment_groups: most segment groups of a request's keys.
         head_loops: times that the keys of each work item are walked, for different heads.
     """
-    if bundles == 1:
+    if segment_groups == 1:
         return slots, SPARE_STATES
-    return slots + bundles * head_loops, head_loops + SPARE_STATES
+    return slots + segment_groups * head_loops, head_loops + SPARE_STATES

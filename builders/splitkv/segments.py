@@ -5,11 +5,11 @@ follow from the position of a key and from nothing else. Up to 128k tokens a seg
 beyond, every octave of positions has 128 segments. A segment is long enough that its state costs
 little beside its keys, and short enough that one short request fills a GPU.
 
-The states of up to 16 segments, a segment group (``bundle`` in names), are folded into one; then
-the states of segment groups are folded. So several programs fold side by side, and few steps remain
-after the last key. Tiles of many query rows have longer segments, and fewer of them in a segment
-group, since a program that starts within a segment group stores a state for each segment up to its
-end. Both lengths follow from numbers that never change between steps.
+The states of up to 16 segments, a segment group, are folded into one;
+then the states of segment groups are folded. So several programs fold side by side, and few steps
+remain after the last key. Tiles of many query rows have longer segments, and fewer of them in a
+segment group, since a program that starts within a segment group stores a state for each segment up
+to its end. Both lengths follow from numbers that never change between steps.
 
 The Triton twins of these functions are in :mod:`builders.splitkv.device.segments`.
 """
@@ -23,14 +23,14 @@ LIMIT = 131072
 """First position, in tokens, of a segment that is longer than ``SEGMENT``."""
 PER_OCTAVE = LIMIT // (2 * SEGMENT)
 """Segments of ``[LIMIT, 2 * LIMIT)``, and of every octave after it."""
-BUNDLE = 16
+SEGMENTS_PER_GROUP = 16
 """Most segments of a segment group."""
-BUNDLE_KEYS = 16384
-"""Most tokens of a segment group below ``LIMIT``, as long as that makes at most ``MOST_BUNDLES``
-segment groups."""
-MOST_BUNDLES = 8
-"""Segment groups of the longest request from which on they are made longer, up to ``BUNDLE``
-segments: scratch has a state slot for each of them."""
+GROUP_KEYS = 16384
+"""Most tokens of a segment group below ``LIMIT``, as long as that makes at most
+``MOST_SEGMENT_GROUPS`` segment groups."""
+MOST_SEGMENT_GROUPS = 8
+"""Segment groups of the longest request from which on they are made longer, up to
+``SEGMENTS_PER_GROUP`` segments: scratch has a state slot for each of them."""
 
 
 def segment_of(position: int) -> int:
@@ -65,7 +65,7 @@ def max_segments(length: int, window: int | None = None) -> int:
     return min(whole, -(-window // SEGMENT) + 2)
 
 
-def bundle_segments(max_kv_len: int, scale: int) -> int:
+def segments_per_group(max_kv_len: int, scale: int) -> int:
     """Segments of a segment group: with n of them, group b begins with segment ``b * n``.
 
     Args:
@@ -73,7 +73,7 @@ def bundle_segments(max_kv_len: int, scale: int) -> int:
         scale: segments of the tile are this many times as long as this module's segments.
     """
     longest = max_segments(-(-max_kv_len // scale))
-    bundle = max(1, min(BUNDLE, BUNDLE_KEYS // (SEGMENT * scale)))
-    while bundle < BUNDLE and longest > MOST_BUNDLES * bundle:
-        bundle *= 2
-    return bundle
+    segment_group = max(1, min(SEGMENTS_PER_GROUP, GROUP_KEYS // (SEGMENT * scale)))
+    while segment_group < SEGMENTS_PER_GROUP and longest > MOST_SEGMENT_GROUPS * segment_group:
+        segment_group *= 2
+    return segment_group

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from builders.splitkv.record import SplitLimits
-from builders.splitkv.segments import bundle_segments, max_segments
+from builders.splitkv.segments import max_segments, segments_per_group
 from builders.splitkv.tiles import SplitTile
 from specs.base import cdiv
 
@@ -29,7 +29,7 @@ def parallel_heads(head_tiles: int, programs: int) -> int:
     return max(n for n in divisors if used[n] * 30 >= best * 29)
 
 
-def key_bundles(max_kv_len: int, tile: SplitTile) -> tuple[int, int]:
+def segment_groups_of_keys(max_kv_len: int, tile: SplitTile) -> tuple[int, int]:
     """How the keys of the longest request are cut into segment groups.
 
     Args:
@@ -39,8 +39,8 @@ def key_bundles(max_kv_len: int, tile: SplitTile) -> tuple[int, int]:
     Returns:
         Segments of a segment group, and most segment groups of a request.
     """
-    bundle = bundle_segments(max_kv_len, tile.segment_scale)
-    return bundle, cdiv(max_segments(cdiv(max_kv_len, tile.segment_scale)), bundle)
+    segment_group = segments_per_group(max_kv_len, tile.segment_scale)
+    return segment_group, cdiv(max_segments(cdiv(max_kv_len, tile.segment_scale)), segment_group)
 
 
 def most_rows(limits: SplitLimits, tile: SplitTile, short_query: int) -> int:
@@ -58,7 +58,7 @@ def most_rows(limits: SplitLimits, tile: SplitTile, short_query: int) -> int:
     )
 
 
-def most_slots(limits: SplitLimits, tile: SplitTile, moved: int | None, bundle: int) -> int:
+def most_slots(limits: SplitLimits, tile: SplitTile, moved: int | None, segment_group: int) -> int:
     """State slots for segments that a program needs: most segments that a work item can have.
 
     Args:
@@ -66,10 +66,10 @@ def most_slots(limits: SplitLimits, tile: SplitTile, moved: int | None, bundle: 
         tile: tile of the split-KV kernel.
         moved: most query tokens of a work item's request, by which a window moves on; None where
             they may move it through all keys.
-        bundle: segments of a segment group; 0 where keys are not cut into segment groups.
+        segment_group: segments of a segment group; 0 where keys are not cut into segment groups.
     """
     # A short query sees hardly more keys than a window has. A long query moves the window through
     # all keys.
     span = None if limits.window is None or moved is None else limits.window + moved
     slots = max_segments(cdiv(limits.max_kv_len, tile.segment_scale), span)
-    return min(slots, bundle) if bundle else slots
+    return min(slots, segment_group) if segment_group else slots

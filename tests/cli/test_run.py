@@ -465,7 +465,7 @@ def test_explain_says_which_kernels_serve_and_why(device, dtype, kernel, said):
     short, long = decision["kernels"].items()
     assert short[0] == "up to 8 new tokens"
     faster = "it measured faster at this head size"
-    refused = "the one for Hopper does not serve"
+    refused = "the Hopper kernel does not serve"
     assert short[1].startswith(f"split KV, {kernel}: {faster if 'Hopper' in kernel else refused}")
     assert long[0] == "more than 8 new tokens"
     assert said in long[1]
@@ -482,7 +482,7 @@ def test_explain_says_where_few_new_tokens_get_the_kernel_for_hopper():
             "Gluon for Hopper: it measured faster at this head size, "
             "and kernels.dense.decode is 'auto'",
         ),
-        ("gpt-oss-20b", 8, f"plain Triton: the one for Hopper serves, but {slower}"),
+        ("gpt-oss-20b", 8, f"plain Triton: the Hopper kernel serves, but {slower}"),
     ):
         result = attn("explain", "--model", model, "--device", "h200", "--kernels", "--json")
         local, whole = json.loads(result.output)

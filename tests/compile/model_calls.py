@@ -23,7 +23,7 @@ from unittest import mock
 import builders.dense.triton_attn
 from attn.registry import AttentionBackendEnum
 from attn.selector import refusals
-from builders.dense.choice import LayerAsks
+from builders.dense.choice import LayerRequirements
 from builders.latent.choice import latent_kernel_of
 from builders.launch.call import KernelCall
 from builders.sparse.hopper_tiles import sparse_kernel_of
@@ -60,7 +60,7 @@ _NO_SIZES: Final = frozenset(
     {
         # Heads, rows and keys past the end of a tile.
         *("HEADS", "NUM_HEADS", "HEAD_LOOPS", "HEAD_TILES", "GROUP", "GROUPS", "TILE_HEADS"),
-        *("QUERY_TOKENS", "SLOTS", "BUNDLES", "AREA", "SEGMENT", "SEGMENT_UNIT", "SEGMENTS"),
+        *("QUERY_TOKENS", "SLOTS", "SEGMENT_GROUPS", "AREA", "SEGMENT", "SEGMENT_UNIT", "SEGMENTS"),
         *("SPAN", "PARTS", "REQ_STEPS", "FINISH_ROWS", "FINISH_WIDTH"),
         # Widths that are padded to other widths, and strides.
         *("K_SIZE", "V_SIZE", "BLOCK_SIZE", "RUN", "PACKED", "BLOCK_UNITS", "ROW_UNITS"),
@@ -181,7 +181,7 @@ def latent_calls(
     stored = 8 * cache.element(dtype).itemsize
     widths = sizes.latent_size, sizes.kv_lora_rank, dtype.itemsize, stored
     shape = DenseShape(layer.num_heads, 1, *widths)
-    asks = LayerAsks(is_local=known.window is not None, query=dtype, cache_dtype=cache)
+    asks = LayerRequirements(is_local=known.window is not None, query=dtype, cache_dtype=cache)
     facts = shape, DEVICES[target].kind, known.block_size, 1, asks
     if latent_kernel_of(*facts, DecodeKernel.AUTO)[0] is not None:
         given.append((Kernel.HOPPER_MLA, known))

@@ -24,7 +24,7 @@ from attn.kernels.cache.quant import quantize_rows
 from attn.kernels.latent.expand import expand_call
 from attn.kernels.latent.gather import pack_query_call, unpack_state_call
 from attn.kernels.latent.rope_quant import rope_quantize_call
-from builders.dense.widened import WidenedKeys, launch_widened_pages
+from builders.dense.dequantised import DequantisedKeys, launch_dequantised_pages
 from builders.latent.prefill import PagedRows
 from builders.latent.tables import BURST, launch_latent_table
 from builders.launch.call import KernelCall, collected_calls
@@ -132,8 +132,10 @@ def _page_calls(most: int) -> list[KernelCall]:
         launch_latent_table(table, starts, lens, integers(reqs, BURST), integers(reqs), 64)
         for window in (None, 128):
             keys = torch.zeros(4, 128, 8, 128, dtype=torch.bfloat16)
-            widened = WidenedKeys(keys, keys, integers(reqs, 8), integers(8), integers(1), 8)
-            launch_widened_pages(starts, lens, widened, 4, window, most)
+            dequantised = DequantisedKeys(
+                keys, keys, integers(reqs, 8), integers(8), integers(1), 8
+            )
+            launch_dequantised_pages(starts, lens, dequantised, 4, window, most)
         rows = RowLengths(integers(64), integers(64), integers(64))
         launch_rows(starts, lens, 0, 2048, rows, most)
         launch_context(table, lens, integers(64), 64, most)

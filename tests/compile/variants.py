@@ -18,8 +18,8 @@ from unittest import mock
 import torch
 
 import attn.kernels.dense.launcher
+import builders.dense.dequantised
 import builders.dense.triton_attn
-import builders.dense.widened
 import builders.latent.triton_mla
 import builders.splitkv.device.plan
 import builders.splitkv.planner
@@ -28,7 +28,7 @@ from attn.impls.dense.triton_attn import TritonAttentionImpl
 from attn.impls.latent.triton_mla import TritonMLAImpl
 from attn.kernels.cache.merge import merge_call
 from attn.kernels.cache.write import rope_and_write_kv_call, write_kv_call
-from attn.kernels.dense.hopper_prefill import widened as widened_launch
+from attn.kernels.dense.hopper_prefill import dequantised as dequantised_launch
 from attn.kernels.lang.stored import PTX, PTX_SM89
 from attn.kernels.latent.launcher import LatentLauncher, LatentLayer, LatentTensors
 from attn.kernels.sparse.launcher import sparse_calls
@@ -91,7 +91,7 @@ class Kernel(StrEnum):
     LATENT_WRITE = "latent_write"
     TOPK_TRANSFORM = "topk_transform"
     MERGE = "merge"
-    WIDEN = "widen"
+    DEQUANTISE = "dequantise"
 
     @property
     def decodes(self) -> bool:
@@ -106,7 +106,7 @@ class Kernel(StrEnum):
     @property
     def is_of_hopper(self) -> bool:
         """Whether the kernel is written for Hopper, or serves such kernels."""
-        return self.startswith("hopper") or self is Kernel.WIDEN
+        return self.startswith("hopper") or self is Kernel.DEQUANTISE
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Layer:
     per_head_scales: bool = False
     lse: bool = False
     fp8_output: bool = False
-    widened: bool = False
+    dequantised: bool = False
     """Prefills over a quantised cache dequantise it first."""
     neox: bool = True
     left_to_itself: bool = False
@@ -203,7 +203,7 @@ class Layer:
             batch_invariant=self.batch_invariant,
             rswa_window=self.rswa,
             # Otherwise steps of long queries alone would not show the split-KV kernel's launch.
-            exact_host_lengths=self.widened,
+            exact_host_lengths=self.dequantised,
         )
 
     def impl(self) -> TritonAttentionImpl:
@@ -442,12 +442,23 @@ HOPPER_VARIANTS: Final = (
     # Caches of 8 bits.
     _only(_H, "fp8 32/8/128", 90, cache=_FP8, speed=True),
     _only(_H, "fp8 64/8/64", cache=_FP8, heads=(64, 8, 64)),
-    _only(_H, "fp8 widened", 90, cache=_FP8, speed=True, widened=True),
+    _only(_H, "fp8 dequantised", 90, cache=_FP8, speed=True, dequantised=True),
     _only(
-        _H, "fp8 widened 16/8/256 sinks", cache=_FP8, heads=(16, 8, 256), sinks=True, widened=True
+        _H,
+        "fp8 dequantised 16/8/256 sinks",
+        cache=_FP8,
+        heads=(16, 8, 256),
+        sinks=True,
+        dequantised=True,
     ),
-    _only(Kernel.WIDEN, "fp8", 90, cache=_FP8, speed=True, widened=True),
-    _only(Kernel.WIDEN, "e5m2 16/2/80", cache=CacheDType.FP8_E5M2, heads=(16, 2, 80), widened=True),
+    _only(Kernel.DEQUANTISE, "fp8", 90, cache=_FP8, speed=True, dequantised=True),
+    _only(
+        Kernel.DEQUANTISE,
+        "e5m2 16/2/80",
+        cache=CacheDType.FP8_E5M2,
+        heads=(16, 2, 80),
+        dequantised=True,
+    ),
     _only(_H, "fp8 16/8/256", cache=_FP8, heads=(16, 8, 256)),
     _only(_H, "fp8 fp16", cache=_FP8, dtype=DType.FLOAT16),
     _only(_H, "e5m2 window", cache=_E5M2, window=1024),
@@ -559,7 +570,7 @@ def pretending(target: int) -> Iterator[None]:
         mock.patch.object(builders.latent.triton_mla, "device_facts", return_value=device.facts),
         mock.patch.object(attn.kernels.dense.launcher, "decode_form", return_value=form),
         mock.patch.object(attn.kernels.latent.launcher, "decode_form", return_value=form),
-        mock.patch.object(widened_launch, "decode_form", return_value=form),
+        mock.patch.object(dequantised_launch, "decode_form", return_value=form),
     ):
         yield
 
@@ -585,7 +596,7 @@ def _batch(layer: Layer, query_len: int, kv_len: int = 41) -> CommonAttentionMet
 
 def _attention_call(layer: Layer, kernel: Kernel) -> KernelCall:
     query_len = 1 + layer.drafts if kernel.decodes else 41
-    is_hopper = kernel in (Kernel.HOPPER_PREFILL, Kernel.WIDEN)
+    is_hopper = kernel in (Kernel.HOPPER_PREFILL, Kernel.DEQUANTISE)
     prefill = PrefillKernel.HOPPER if is_hopper else PrefillKernel.TRITON
     decode = DecodeKernel.HOPPER if kernel is Kernel.HOPPER_DECODE else DecodeKernel.TRITON
     if layer.left_to_itself:
@@ -620,7 +631,9 @@ def attention_calls(
     spec, dtype = layer.spec(), layer.dtype.torch
     batch, engine = _batch(layer, query_len, prefix + 41), layer.engine(prefill, decode)
     builder = TritonAttentionMetadataBuilder(spec, ["layer"], engine, "cpu")
-    with mock.patch.object(builders.dense.widened, "LEAST_ROWS", 0 if layer.widened else math.inf):
+    with mock.patch.object(
+        builders.dense.dequantised, "LEAST_ROWS", 0 if layer.dequantised else math.inf
+    ):
         record = builder.build(prefix, batch)
     tokens = batch.num_actual_tokens
     output = torch.zeros(tokens, heads, layer.v_size, dtype=output_dtype or dtype)

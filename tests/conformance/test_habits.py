@@ -1,4 +1,4 @@
-"""A record cannot widen the budget that it is judged by."""
+"""A record cannot dequantise the budget that it is judged by."""
 
 from __future__ import annotations
 

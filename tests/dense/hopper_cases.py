@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attn.testing.cases import Case, LatentCase
 from builders.dense.choice import (
-    LayerAsks,
+    LayerRequirements,
     hopper_decode_tile,
     hopper_tile,
 )
@@ -42,15 +42,15 @@ def is_latent_served(case: LatentCase) -> bool:
     bits = 8 * element.itemsize
     shape = DenseShape(case.num_heads, 1, rank + case.rope_size, rank, case.dtype.itemsize, bits)
     windowed = case.sliding_window is not None
-    asks = LayerAsks(is_local=windowed, query=case.dtype, cache_dtype=case.cache_dtype)
+    asks = LayerRequirements(is_local=windowed, query=case.dtype, cache_dtype=case.cache_dtype)
     tokens = 1 + (case.batch.num_speculative_tokens or 0)
     tile = hopper_latent_tile(shape, DeviceKind.SM90, case.block_size, tokens, asks)
     return isinstance(tile, HopperDecodeTile)
 
 
-def _asks(case: Case) -> LayerAsks:
+def _asks(case: Case) -> LayerRequirements:
     element = case.cache_dtype.element(case.dtype)
-    return LayerAsks(
+    return LayerRequirements(
         alibi=case.feature.alibi,
         rswa=case.feature.rswa_window is not None,
         query=case.dtype,

@@ -22,7 +22,7 @@ from attn.testing.dense_trial import DenseTrial
 from attn.testing.trial import Trial
 from builders.dense.choice import (
     HOPPER_RING,
-    LayerAsks,
+    LayerRequirements,
     hopper_decode_tile,
 )
 from builders.dense.triton_attn import TritonAttentionMetadataBuilder
@@ -87,7 +87,7 @@ def test_boxes_of_a_tile_are_whole_and_so_are_tiles_of_a_segment() -> None:
     for group, size, block_size in product(groups, sizes, (16, 48, 64, 128, 256, 528, 1072)):
         shape = DenseShape(group * 2, 2, size, size, 2, 16)
         for every_row in (False, True):
-            asks = LayerAsks(batch_invariant=every_row)
+            asks = LayerRequirements(batch_invariant=every_row)
             tile = hopper_decode_tile(shape, DeviceKind.SM90, block_size, 1, asks)
             assert isinstance(tile, HopperDecodeTile)
             split = tile.split
@@ -376,7 +376,7 @@ LONG = {
         WHOLE, batch=BatchSpec("a", (4, 2, 1), (600, 40, 530), num_speculative_tokens=3)
     ),
     "wide": replace(WHOLE, batch=BatchSpec("b", (9, 8), (700, 90), num_speculative_tokens=8)),
-    "bundles": replace(WHOLE, heads=HEADS[64], batch=BatchSpec("c", (1,), (8250,))),
+    "segment_groups": replace(WHOLE, heads=HEADS[64], batch=BatchSpec("c", (1,), (8250,))),
     "d256": replace(WHOLE, heads=HEADS[256], batch=BatchSpec("d", (1, 1), (530, 33))),
     "e4m3": replace(WHOLE, cache_dtype=CacheDType.FP8, batch=BatchSpec("e", (2, 1), (600, 33))),
     "head_loops": replace(WHOLE, heads=Heads(4, 4, 64), batch=BatchSpec("f", (1, 1), (600, 33))),
@@ -419,7 +419,7 @@ def test_values_that_nobody_wrote_would_show(launched: list[KernelCall]) -> None
     assert launched
 
 
-TWO = [name for name in LONG if name in ("wide", "bundles", "e4m3", "head_loops")]
+TWO = [name for name in LONG if name in ("wide", "segment_groups", "e4m3", "head_loops")]
 """The kinds in which two consumers share the keys."""
 
 

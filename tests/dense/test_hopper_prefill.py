@@ -109,7 +109,7 @@ def launched(
         "_within": lambda scores, key, query, window: _kept(
             scores, (query - key >= 0) & (query - key < window)
         ),
-        "_widened": _e4m3,
+        "_dequantised": _e4m3,
         "_layout": lambda rows, width: None,
     }
     translation = gluon_in_numpy.Translation(**in_registers | instead)

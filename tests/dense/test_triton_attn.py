@@ -155,7 +155,7 @@ def test_a_free_partition_gives_the_same_attention_but_for_rounding() -> None:
         builder.kv_cache_spec, builder.layer_names, builder.vllm_config, DEVICE
     )
     records = [each.build(0, trial.inputs.batch) for each in (builder, free)]
-    assert [record.split.is_free for record in records] == [False, True]
+    assert [record.split.depends_on_batch for record in records] == [False, True]
     results = [trial.attend(record, trial.inputs, trial.cache()) for record in records]
     torch.testing.assert_close(results[1], results[0], atol=2e-3, rtol=2e-3, equal_nan=True)
 

@@ -17,9 +17,9 @@ from attn.testing.cases import FEATURES, Case, LatentCase, cases_for
 from attn.testing.conformance import check_case
 from attn.testing.trial import Trial
 from builders.batch import CommonAttentionMetadata
-from builders.dense import widened
-from builders.dense.widened import WidenedPages
-from builders.splitkv.record import SHORT_QUERY, WidenedKeys
+from builders.dense import dequantised
+from builders.dense.dequantised import DequantisedPages
+from builders.splitkv.record import SHORT_QUERY, DequantisedKeys
 from specs.devices import DeviceKind, kind_of
 from specs.dtypes import CacheDType, DType
 from specs.engine import PrefillKernel
@@ -60,7 +60,7 @@ SETUPS = {
 }
 BEHIND_WINDOW = BatchSpec("behind_window", (40, 1, 20), (300, 50, 90))
 """A batch of long requests with first blocks that a window has left."""
-WIDENED_CASES = [
+DEQUANTISED_CASES = [
     replace(case, feature=feature, batch=batch)
     for case in cases_for(TritonAttentionBackend)
     if isinstance(case, Case)
@@ -97,22 +97,22 @@ def _asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("size", [128, 256])
-@pytest.mark.parametrize("case", WIDENED_CASES, ids=str)
-def test_quantised_cases_are_right_over_widened_keys(
+@pytest.mark.parametrize("case", DEQUANTISED_CASES, ids=str)
+def test_quantised_cases_are_right_over_dequantised_keys(
     case: Case, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = replace(case, heads=replace(case.heads, head_size=size, head_size_v=None))
     assert is_served(case)
-    monkeypatch.setattr(widened, "LEAST_ROWS", 0)
+    monkeypatch.setattr(dequantised, "LEAST_ROWS", 0)
     made: list[bool] = []
-    plan = WidenedPages.plan
+    plan = DequantisedPages.plan
 
-    def noted(self: WidenedPages, batch: CommonAttentionMetadata) -> WidenedKeys | None:
+    def noted(self: DequantisedPages, batch: CommonAttentionMetadata) -> DequantisedKeys | None:
         pages = plan(self, batch)
         made.append(pages is not None)
         return pages
 
-    monkeypatch.setattr(WidenedPages, "plan", noted)
+    monkeypatch.setattr(DequantisedPages, "plan", noted)
     check_case(TritonAttentionBackend, case, DEVICE)
     assert any(made)
 
@@ -179,7 +179,7 @@ def test_a_request_has_the_same_bits_in_120_launches_among_others(kind: str) -> 
 @pytest.mark.parametrize("window", [None, 700])
 @pytest.mark.parametrize("cache_dtype", [CacheDType.FP8_E4M3, CacheDType.FP8_E5M2], ids=str)
 @pytest.mark.parametrize("size", [80, 128, 256])
-def test_widened_keys_give_the_bits_of_tiles_that_convert_their_own(
+def test_dequantised_keys_give_the_bits_of_tiles_that_convert_their_own(
     size: int, cache_dtype: CacheDType, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether keys are dequantised first depends on the whole step, so bits must be the same."""
@@ -194,9 +194,9 @@ def test_widened_keys_give_the_bits_of_tiles_that_convert_their_own(
     batch, queries = serving.step(counts, lens, serving.tables(lens)), serving.queries(sum(counts))
     results = []
     for least in (0, 1 << 30):
-        monkeypatch.setattr(widened, "LEAST_ROWS", least)
+        monkeypatch.setattr(dequantised, "LEAST_ROWS", least)
         record = builder.build(0, batch)
-        assert (record.prefill.hopper.widened is not None) == (least == 0)
+        assert (record.prefill.hopper.dequantised is not None) == (least == 0)
         results.append(serving.forward(record, queries))
     assert same(*results)
 

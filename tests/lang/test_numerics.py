@@ -118,7 +118,7 @@ def test_decoding_8_bit_floats_is_exact(dtype: torch.dtype, suffix: str, hardwar
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_widening_is_exact(dtype: torch.dtype) -> None:
+def test_dequantising_is_exact(dtype: torch.dtype) -> None:
     x = hard_cases().to(dtype)
     assert same(apply("to_float32", x, torch.float32), x.float())
 

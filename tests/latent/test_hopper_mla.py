@@ -21,7 +21,7 @@ from attn.testing.conformance import check_case
 from attn.testing.latent_trial import LatentTrial
 from attn.testing.trial import CaseResult, Trial
 from builders.dense.choice import (
-    LayerAsks,
+    LayerRequirements,
 )
 from builders.latent.choice import hopper_latent_tile, latent_kernel_of
 from builders.launch.call import KernelCall
@@ -45,36 +45,42 @@ HOPPER = DeviceKind.SM90
 @pytest.mark.parametrize(
     ("shape", "kind", "block_size", "asks", "said"),
     [
-        (SHAPE, DeviceKind.SM100, 64, LayerAsks(), "the device is sm100, not sm90"),
-        (replace(SHAPE, itemsize=4), HOPPER, 64, LayerAsks(), "have 4 bytes, not 2"),
-        (replace(SHAPE, stored_bits=4), HOPPER, 64, LayerAsks(), "have 4 bits, not 8 or 16"),
+        (SHAPE, DeviceKind.SM100, 64, LayerRequirements(), "the device is sm100, not sm90"),
+        (replace(SHAPE, itemsize=4), HOPPER, 64, LayerRequirements(), "have 4 bytes, not 2"),
+        (
+            replace(SHAPE, stored_bits=4),
+            HOPPER,
+            64,
+            LayerRequirements(),
+            "have 4 bits, not 8 or 16",
+        ),
         (
             replace(SHAPE, stored_bits=8),
             HOPPER,
             64,
-            LayerAsks(query=DType.BFLOAT16, cache_dtype=CacheDType.FP8_E5M2),
+            LayerRequirements(query=DType.BFLOAT16, cache_dtype=CacheDType.FP8_E5M2),
             "a cache of fp8_e5m2",
         ),
         (
             replace(SHAPE, head_size=320, head_size_v=256),
             HOPPER,
             64,
-            LayerAsks(),
+            LayerRequirements(),
             "rows of 320 columns, of which 256 are the value, are not 576 and 512",
         ),
-        (SHAPE, HOPPER, 24, LayerAsks(), "block size 24 is not a multiple of 16"),
-        (SHAPE, HOPPER, 64, LayerAsks(scale=-1.0), "scale -1.0 is not positive"),
+        (SHAPE, HOPPER, 24, LayerRequirements(), "block size 24 is not a multiple of 16"),
+        (SHAPE, HOPPER, 64, LayerRequirements(scale=-1.0), "scale -1.0 is not positive"),
         (
             SHAPE,
             HOPPER,
             64,
-            LayerAsks(query=DType.BFLOAT16, cache_dtype=CacheDType.FLOAT16),
+            LayerRequirements(query=DType.BFLOAT16, cache_dtype=CacheDType.FLOAT16),
             "a cache of float16 for a query of bfloat16",
         ),
     ],
 )
 def test_what_it_does_not_take_is_refused_with_both_values(
-    shape: DenseShape, kind: DeviceKind, block_size: int, asks: LayerAsks, said: str
+    shape: DenseShape, kind: DeviceKind, block_size: int, asks: LayerRequirements, said: str
 ) -> None:
     found = hopper_latent_tile(shape, kind, block_size, 1, asks)
     assert isinstance(found, str)
@@ -88,7 +94,7 @@ def test_what_it_does_not_take_is_refused_with_both_values(
 
 def test_it_is_taken_unless_the_plain_one_is_wanted() -> None:
     for wanted in DecodeKernel:
-        tile, why = latent_kernel_of(SHAPE, HOPPER, 64, 1, LayerAsks(), wanted)
+        tile, why = latent_kernel_of(SHAPE, HOPPER, 64, 1, LayerRequirements(), wanted)
         assert (tile is None) == (wanted is DecodeKernel.TRITON)
         assert "it serves" in why or "'triton'" in why
 
@@ -97,7 +103,7 @@ def test_it_is_taken_unless_the_plain_one_is_wanted() -> None:
 @pytest.mark.parametrize("stored_bits", [8, 16])
 def test_bits_of_a_row_alone_are_those_of_tiles_of_16_rows(heads: int, stored_bits: int) -> None:
     shape = replace(SHAPE, num_heads=heads, stored_bits=stored_bits)
-    asks = LayerAsks(batch_invariant=True)
+    asks = LayerRequirements(batch_invariant=True)
     tile, _ = latent_kernel_of(shape, HOPPER, 64, 1, asks, DecodeKernel.HOPPER)
     assert tile is not None
     assert (tile.split.rows, tile.least_tiles) == (16, None)
@@ -114,7 +120,7 @@ def test_any_number_of_heads_and_tokens_fits_a_tile_and_pages_are_whole_boxes() 
         for tokens in (1, 2, 4, 16):
             for block_size in (16, 48, 64, 528):
                 shape = replace(SHAPE, num_heads=heads)
-                tile = hopper_latent_tile(shape, HOPPER, block_size, tokens, LayerAsks())
+                tile = hopper_latent_tile(shape, HOPPER, block_size, tokens, LayerRequirements())
                 assert isinstance(tile, HopperDecodeTile)
                 split = tile.split
                 assert split.head_tiles == (1 if heads <= 64 else 2)
@@ -128,7 +134,9 @@ def test_any_number_of_heads_and_tokens_fits_a_tile_and_pages_are_whole_boxes() 
                 assert SEGMENT % split.segment_unit == 0
                 # A launcher knows query lengths only through the plan's tokens.
                 assert (
-                    hopper_latent_tile(shape, HOPPER, block_size, split.query_tokens, LayerAsks())
+                    hopper_latent_tile(
+                        shape, HOPPER, block_size, split.query_tokens, LayerRequirements()
+                    )
                     == tile
                 )
 
@@ -136,7 +144,7 @@ def test_any_number_of_heads_and_tokens_fits_a_tile_and_pages_are_whole_boxes() 
 @pytest.mark.parametrize("heads", [1, 16, 17, 40, 128])
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_tiles_over_e4m3_have_16_rows(heads: int, tokens: int) -> None:
-    shape, asks = replace(SHAPE, num_heads=heads, stored_bits=8), LayerAsks()
+    shape, asks = replace(SHAPE, num_heads=heads, stored_bits=8), LayerRequirements()
     for block_size, run in ((16, 16), (48, 16), (128, 128), (256, 128)):
         tile = hopper_latent_tile(shape, HOPPER, block_size, tokens, asks)
         assert isinstance(tile, HopperDecodeTile)

@@ -18,7 +18,7 @@ from attn.testing.cases import LatentCase
 from attn.testing.latent_trial import LatentTrial
 from attn.testing.trial import CaseResult
 from builders.dense.choice import (
-    LayerAsks,
+    LayerRequirements,
 )
 from builders.latent.choice import latent_kernel_of
 from builders.latent.tiles import LatentShape, latent_tile
@@ -27,7 +27,7 @@ from builders.splitkv import segments
 from builders.splitkv.record import (
     latent_states,
 )
-from builders.splitkv.segments import BUNDLE
+from builders.splitkv.segments import SEGMENTS_PER_GROUP
 from builders.splitkv.tiles import (
     DenseShape,
 )
@@ -64,11 +64,11 @@ def trial_of(batch: BatchSpec, heads: int, **given: Any) -> LatentTrial:
     return trial
 
 
-def smaller_bundles(monkeypatch: pytest.MonkeyPatch, bundle: int) -> None:
-    """Make segment groups (bundles) small, so that work items of a few segments have several."""
+def smaller_segment_groups(monkeypatch: pytest.MonkeyPatch, segment_group: int) -> None:
+    """Make segment groups small, so that work items of a few segments have several."""
     if DEVICE.type == "cuda":
         pytest.skip("compiled kernels do not change their constants")
-    monkeypatch.setattr(segments, "BUNDLE", bundle)
+    monkeypatch.setattr(segments, "SEGMENTS_PER_GROUP", segment_group)
 
 
 def check(trial: LatentTrial, record: Any) -> None:
@@ -82,14 +82,14 @@ def check(trial: LatentTrial, record: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "heads", "rows", "bundle", "given"),
+    ("batch", "heads", "rows", "segment_group", "given"),
     [
         (LONG, 3, 16, 2, {}),
-        (LONGER, 20, 64, BUNDLE, {"block_size": 48}),
+        (LONGER, 20, 64, SEGMENTS_PER_GROUP, {"block_size": 48}),
         (VERIFY, 5, 64, 2, {"cache_dtype": CacheDType.FP8}),
-        (SHORT, 70, 64, BUNDLE, {}),
-        (LONG, 3, 16, BUNDLE, {"sliding_window": 1300}),
-        (VERIFY, 20, 64, BUNDLE, {"sliding_window": 1100, "block_size": 48}),
+        (SHORT, 70, 64, SEGMENTS_PER_GROUP, {}),
+        (LONG, 3, 16, SEGMENTS_PER_GROUP, {"sliding_window": 1300}),
+        (VERIFY, 20, 64, SEGMENTS_PER_GROUP, {"sliding_window": 1100, "block_size": 48}),
     ],
     ids=[
         *("16 rows", "64 rows", "verify fp8", "two tiles of heads"),
@@ -101,11 +101,11 @@ def test_cut_rows_are_right(
     batch: BatchSpec,
     heads: int,
     rows: int,
-    bundle: int,
+    segment_group: int,
     given: dict[str, Any],
 ) -> None:
-    if bundle != BUNDLE:
-        smaller_bundles(monkeypatch, bundle)
+    if segment_group != SEGMENTS_PER_GROUP:
+        smaller_segment_groups(monkeypatch, segment_group)
     trial = trial_of(batch, heads, **given)
     record = trial.build(trial.builder())
     assert record.decode.split.tile.rows == rows
@@ -113,30 +113,35 @@ def test_cut_rows_are_right(
 
 
 @pytest.mark.parametrize(
-    ("batch", "heads", "bundle", "given"),
+    ("batch", "heads", "segment_group", "given"),
     [
         # One item has more segments than are held at once; then one has just so many, and one has
         # one more.
-        (BatchSpec("whole_16", (1,) * 3, (4096, 2048, 2049)), 16, BUNDLE, {}),
-        (BatchSpec("whole_64", (1,), (5121,)), 20, BUNDLE, {"rank": 128}),
-        (BatchSpec("whole_fp8", (1,), (2600,)), 16, BUNDLE, {"cache_dtype": CacheDType.FP8}),
+        (BatchSpec("whole_16", (1,) * 3, (4096, 2048, 2049)), 16, SEGMENTS_PER_GROUP, {}),
+        (BatchSpec("whole_64", (1,), (5121,)), 20, SEGMENTS_PER_GROUP, {"rank": 128}),
+        (
+            BatchSpec("whole_fp8", (1,), (2600,)),
+            16,
+            SEGMENTS_PER_GROUP,
+            {"cache_dtype": CacheDType.FP8},
+        ),
         # One program has all segment groups and folds them as they come.
-        (BatchSpec("whole_bundles", (1,), (2600,)), 16, 2, {}),
+        (BatchSpec("whole_segment_groups", (1,), (2600,)), 16, 2, {}),
     ],
-    ids=["16 rows", "64 rows", "fp8", "bundles"],
+    ids=["16 rows", "64 rows", "fp8", "segment_groups"],
 )
 def test_what_is_folded_where_it_lies_is_right(
     monkeypatch: pytest.MonkeyPatch,
     batch: BatchSpec,
     heads: int,
-    bundle: int,
+    segment_group: int,
     given: dict[str, Any],
 ) -> None:
     """Each work item belongs to one program, and its states are wider than what is folded at a
     time.
     """
-    if bundle != BUNDLE:
-        smaller_bundles(monkeypatch, bundle)
+    if segment_group != SEGMENTS_PER_GROUP:
+        smaller_segment_groups(monkeypatch, segment_group)
     facts = hopper(len(batch.query_lens))
     monkeypatch.setattr(builders.latent.triton_mla, "device_facts", lambda _: facts)
     trial = trial_of(batch, heads, **{"rank": 256, **given})
@@ -147,11 +152,11 @@ def test_what_is_folded_where_it_lies_is_right(
 
 
 @pytest.mark.parametrize(
-    ("heads", "batch", "window", "bundle"),
+    ("heads", "batch", "window", "segment_group"),
     [
-        (3, VERIFY, None, BUNDLE),
-        (20, LONG, None, BUNDLE),
-        (3, VERIFY, 1100, BUNDLE),
+        (3, VERIFY, None, SEGMENTS_PER_GROUP),
+        (20, LONG, None, SEGMENTS_PER_GROUP),
+        (3, VERIFY, 1100, SEGMENTS_PER_GROUP),
         # Segment groups belong to several programs, or to one program, which folds them as they
         # come. In one case a program takes two tiles of heads in turn.
         (3, LONG, None, 2),
@@ -159,11 +164,15 @@ def test_what_is_folded_where_it_lies_is_right(
     ],
 )
 def test_where_rows_are_cut_makes_no_difference(
-    monkeypatch: pytest.MonkeyPatch, heads: int, batch: BatchSpec, window: int | None, bundle: int
+    monkeypatch: pytest.MonkeyPatch,
+    heads: int,
+    batch: BatchSpec,
+    window: int | None,
+    segment_group: int,
 ) -> None:
     seen = []
-    if bundle != BUNDLE:
-        smaller_bundles(monkeypatch, bundle)
+    if segment_group != SEGMENTS_PER_GROUP:
+        smaller_segment_groups(monkeypatch, segment_group)
     trial = trial_of(batch, heads, sliding_window=window)
     for multiprocessors in (1, 5):
         facts = hopper(multiprocessors)
@@ -181,12 +190,12 @@ def test_where_rows_are_cut_makes_no_difference(
 def test_a_window_is_the_plain_kernels() -> None:
     shape = DenseShape(16, 1, 576, 512, 2, 16)
     given = (shape, DeviceKind.SM90, 64, 1)
-    tile, why = latent_kernel_of(*given, LayerAsks(is_local=True), DecodeKernel.AUTO)
-    assert (tile, why) == (None, "the one for Hopper does not serve: a sliding window")
+    tile, why = latent_kernel_of(*given, LayerRequirements(is_local=True), DecodeKernel.AUTO)
+    assert (tile, why) == (None, "the Hopper kernel does not serve: a sliding window")
     problem = "kernels.latent.decode 'hopper' does not serve this latent layer: a sliding window"
     with pytest.raises(ValueError, match=problem):
-        latent_kernel_of(*given, LayerAsks(is_local=True), DecodeKernel.HOPPER)
-    tile, _ = latent_kernel_of(*given, LayerAsks(), DecodeKernel.HOPPER)
+        latent_kernel_of(*given, LayerRequirements(is_local=True), DecodeKernel.HOPPER)
+    tile, _ = latent_kernel_of(*given, LayerRequirements(), DecodeKernel.HOPPER)
     assert tile is not None
 
 
@@ -202,13 +211,13 @@ def test_a_query_in_one_piece_is_not_copied() -> None:
 
 
 def test_rows_that_are_planned_whole_serve_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    smaller_bundles(monkeypatch, 2)
+    smaller_segment_groups(monkeypatch, 2)
     trial = trial_of(LONGER, 3, sliding_window=1100)
     trial.spec = MLAAttentionSpec(
         block_size=16, dtype=DType.FLOAT16, kv_lora_rank=32, qk_rope_head_dim=32
     )
     record = trial.build(trial.builder())
-    assert record.decode.split.bundles > 1
+    assert record.decode.split.segment_groups > 1
     check(trial, record)
 
 
@@ -236,7 +245,10 @@ def test_scratch_is_what_must_exist_at_once(
         config = EngineConfig(num_heads=heads, max_model_len=length, **limits)
         spec = MLAAttentionSpec(block_size=64)
         planner = TritonMLAMetadataBuilder(spec, ["layer"], config, "meta").planner
-        assert latent_states(planner.slots, planner.bundles, planner.head_loops) == (lent, own)
+        assert latent_states(planner.slots, planner.segment_groups, planner.head_loops) == (
+            lent,
+            own,
+        )
         found.append(planner.scratch_bytes)
     assert found[0] == found[1]
     rows = min(heads, 64)

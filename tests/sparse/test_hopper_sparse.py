@@ -17,9 +17,9 @@ from attn.kernels.sparse import hopper_launch as sparse_launch
 from attn.kernels.sparse.hopper_narrow import operands as sparse_operands
 from attn.kernels.sparse.hopper_narrow.kernel import hopper_narrow_sparse_kernel
 from attn.kernels.sparse.hopper_narrow.shrink import shrink_text
+from attn.kernels.sparse.hopper_wide import dequantise as sparse_dequantise
 from attn.kernels.sparse.hopper_wide import finish as sparse_finish
 from attn.kernels.sparse.hopper_wide import parts as sparse_parts
-from attn.kernels.sparse.hopper_wide import widen as sparse_widen
 from attn.kernels.sparse.hopper_wide.kernel import hopper_sparse_kernel
 from attn.kernels.sparse.launcher import sparse_calls
 from attn.kernels.sparse.layer import SparseLayer, SparseTensors
@@ -261,14 +261,14 @@ def test_programs_take_whole_lists_where_these_are_too_few() -> None:
 
 # -- Rows of e4m3 that are converted (dequantised).
 
-WIDENED = {
+DEQUANTISED = {
     "64 heads": SparseCase(SCALED, 64, (300, 0, 1, 129), 300, 512, 64),
     "80 heads, sinks": SparseCase(SCALED, 80, (200, 5), 200, 512, 64, sinks=True),
     "padded": SparseCase(SCALED, 128, (64, 65), 130, 512, 64, padded_blocks=True),
 }
 
 
-def widened(words: np.ndarray, pairs: np.ndarray) -> tuple[np.ndarray, ...]:
+def dequantised(words: np.ndarray, pairs: np.ndarray) -> tuple[np.ndarray, ...]:
     """Words of four e4m3 times a factor, as words of two fp16."""
     real = bytes_of(words) * np.ascontiguousarray(pairs).view(np.float32)[..., None]
     halves = np.ascontiguousarray(real.astype(np.float16)).view(np.int32)
@@ -284,16 +284,16 @@ def set_rope_to_fp16(trial: SparseTrial) -> None:
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-@pytest.mark.parametrize("case", WIDENED.values(), ids=WIDENED)
-def test_states_of_widened_rows_are_the_oracles(
+@pytest.mark.parametrize("case", DEQUANTISED.values(), ids=DEQUANTISED)
+def test_states_of_dequantised_rows_are_the_oracles(
     case: SparseCase, is_late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Inputs are fp16 throughout, which the launcher would refuse beside rows of bf16."""
     monkeypatch.setattr(sparse_launch, "hopper_misfit", lambda *_: None)
     monkeypatch.setattr(sparse_launch, "_multiprocessors", lambda _: 3)
     for text, meaning in {
-        sparse_widen._SCALED: widened,
-        sparse_widen._PAIR: lambda x: x.view(np.int32),
+        sparse_dequantise._SCALED: dequantised,
+        sparse_dequantise._PAIR: lambda x: x.view(np.int32),
     }.items():
         monkeypatch.setitem(gluon_in_numpy.ASSEMBLY, text.value, meaning)
     translation = gluon_in_numpy.Translation()
@@ -412,7 +412,7 @@ def test_rows_that_are_not_aligned_are_refused(
         launched(trial, tile, query=query[..., :512])
     layer = SparseLayer(8, 0.1, LatentFormat.FP8_NOPE_FP8_ROPE)
     case = replace(trial.case, layout=layer.layout)
-    with pytest.raises(ValueError, match="the one for few heads, or the plain kernel"):
+    with pytest.raises(ValueError, match="the one for few heads, or the portable kernel"):
         launched_of_e4m3(SparseTrial(case), tile)
 
 

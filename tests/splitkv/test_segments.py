@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from builders.splitkv.device import segments as kernels
 from builders.splitkv.segments import (
-    BUNDLE,
     LIMIT,
     PER_OCTAVE,
     SEGMENT,
-    bundle_segments,
+    SEGMENTS_PER_GROUP,
     max_segments,
     segment_of,
     segment_start,
+    segments_per_group,
 )
 
 FARTHEST = 1 << 27
@@ -27,7 +27,7 @@ LAST_SEGMENT = segment_of(FARTHEST)
 
 
 def test_segments_have_512_tokens_up_to_128k_then_128_are_an_octave() -> None:
-    assert (SEGMENT, LIMIT, PER_OCTAVE, BUNDLE) == (512, 131072, 128, 16)
+    assert (SEGMENT, LIMIT, PER_OCTAVE, SEGMENTS_PER_GROUP) == (512, 131072, 128, 16)
     near = [segment_start(segment) for segment in range(257)]
     assert near == list(range(0, 131072 + 1, 512))
     for octave in range(10):
@@ -158,9 +158,9 @@ def test_the_device_takes_scalars_too() -> None:
         (8, 1 << 24, 65536),
     ],
 )
-def test_bundles_are_short_where_that_makes_few_of_them(
+def test_segment_groups_are_short_where_that_makes_few_of_them(
     scale: int, max_kv_len: int, keys: int
 ) -> None:
-    bundle = bundle_segments(max_kv_len, scale)
-    assert 1 <= bundle <= BUNDLE
-    assert segment_start(bundle) * scale == keys
+    segment_group = segments_per_group(max_kv_len, scale)
+    assert 1 <= segment_group <= SEGMENTS_PER_GROUP
+    assert segment_start(segment_group) * scale == keys

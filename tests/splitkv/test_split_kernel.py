@@ -24,7 +24,7 @@ from builders.splitkv import segments
 from builders.splitkv.record import (
     SHARE_FIELDS,
 )
-from builders.splitkv.segments import BUNDLE, SEGMENT
+from builders.splitkv.segments import SEGMENT, SEGMENTS_PER_GROUP
 from specs.devices import GpuFacts
 from specs.dtypes import CacheDType, DType
 from specs.kv_cache import (
@@ -63,14 +63,14 @@ def _a_small_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attn.impls.dense.cached.write_kv", reference.write_kv)
 
 
-@pytest.fixture(autouse=True, params=[BUNDLE, 2])
-def segments_of_a_bundle(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, params=[SEGMENTS_PER_GROUP, 2])
+def segments_of_a_group(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Use short segment groups too, so that requests with few keys have several."""
-    if request.param == BUNDLE:
+    if request.param == SEGMENTS_PER_GROUP:
         return
     if DEVICE.type == "cuda":
         pytest.skip("compiled kernels do not change their constants")
-    monkeypatch.setattr(segments, "BUNDLE", request.param)
+    monkeypatch.setattr(segments, "SEGMENTS_PER_GROUP", request.param)
 
 
 def case_of(batch: BatchSpec = DECODE, **changes: Any) -> Case:

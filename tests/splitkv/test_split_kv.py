@@ -1,7 +1,7 @@
 """The plan of split KV: the plan kernel agrees with its twin on the host, and any plan is sound.
 
-In names, a ``row`` is a work item, a ``bundle`` a segment group, and a ``lender`` the group of
-programs that lends its state slots.
+In names, a ``row`` is a work item, a ``segment_group`` a segment group, and a ``lending_group`` the
+group of programs that lends its state slots.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from builders.splitkv.record import (
     VisibleKeys,
     longest_short_query,
 )
-from builders.splitkv.segments import BUNDLE, segment_of
+from builders.splitkv.segments import SEGMENTS_PER_GROUP, segment_of
 from builders.splitkv.sizes import parallel_heads
 from builders.splitkv.stripe import Stripe
 from builders.splitkv.tiles import DenseShape, SplitTile
@@ -73,7 +73,7 @@ class Step:
     lookback: int = 0
     is_causal: bool = False
     stripe: Stripe | None = None
-    bundle: int = 0
+    segment_group: int = 0
     least_tiles: int | None = None
     row_cost: int = 0
     max_kv_len: int = 200_000
@@ -87,7 +87,7 @@ class Step:
     def plan(self) -> HostPlan:
         counts, kv_lens = ([pair[side] for pair in self.lens] for side in (0, 1))
         loops, short = self.head_loops, self.short_query
-        rules = (self.visible, self.is_causal, self.bundle, self.least_tiles, self.row_cost)
+        rules = (self.visible, self.is_causal, self.segment_group, self.least_tiles, self.row_cost)
         return plan_rows(counts, kv_lens, self.tile, self.groups, loops, short, *rules)
 
 
@@ -131,7 +131,9 @@ def steps(draw: st.DrawFn) -> Step:
         lookback=draw(st.integers(0, 2)) if kind == "chunk" else 0,
         is_causal=draw(st.booleans()),
         stripe=stripe if kind == "stripe" else None,
-        bundle=draw(st.sampled_from([0, 4, BUNDLE])) if kind in ("full", "stripe") else 0,
+        segment_group=draw(st.sampled_from([0, 4, SEGMENTS_PER_GROUP]))
+        if kind in ("full", "stripe")
+        else 0,
         unused=draw(st.sampled_from([0, 1, 40])),
     )
 
@@ -149,11 +151,11 @@ def planner_of(step: Step) -> SplitPlanner:
     planner.tile, planner.groups = step.tile, step.groups
     planner.head_loops, planner.short_query = step.head_loops, step.short_query
     rows = sum(cdiv(count, step.tile.query_tokens) for count, _ in step.lens)
-    planner.bundle, planner.least_tiles = step.bundle, step.least_tiles
-    planner.is_free, planner.row_cost = step.least_tiles is not None, step.row_cost
+    planner.segment_group, planner.least_tiles = step.segment_group, step.least_tiles
+    planner.depends_on_batch, planner.row_cost = step.least_tiles is not None, step.row_cost
     longest = segment_of(step.max_kv_len // step.tile.segment_scale) + 1
-    most_bundles = cdiv(longest, step.bundle or 1)
-    planner.max_rows = max(rows, 1) * (most_bundles if step.bundle else 1)
+    most_segment_groups = cdiv(longest, step.segment_group or 1)
+    planner.max_rows = max(rows, 1) * (most_segment_groups if step.segment_group else 1)
     buffers = GraphBuffers(DEVICE)
     int32 = torch.int32
     for name, shape_of in {
@@ -207,21 +209,27 @@ def filled(step: Step) -> dict[str, list]:
 @example(step=Step(((1, 700), (2, 9), (1, 0), (3, 4000)) * 25, tile_of(), 132))
 @example(step=Step(((1, 5), (1, 130_000), (1, 700)) * 16, tile_of(1), 123, 2))
 @example(step=Step(((1, 300), (1, 9000)) * 33, tile_of(1), 247, least_tiles=2, row_cost=2))
-@example(step=Step(((1, 300),) * 128, tile_of(1), 16, bundle=BUNDLE, unused=0))
-@example(step=Step(((1, 8000),) * 127 + ((1, 9000),), tile_of(1), 132, bundle=BUNDLE))
+@example(step=Step(((1, 300),) * 128, tile_of(1), 16, segment_group=SEGMENTS_PER_GROUP, unused=0))
+@example(
+    step=Step(((1, 8000),) * 127 + ((1, 9000),), tile_of(1), 132, segment_group=SEGMENTS_PER_GROUP)
+)
 @example(step=Step(((1, 8000),) * 128, tile_of(1), 248))
 # Sizes around a warp's threads: work items of requests among others that have none, and groups that
 # need one warp more.
-@example(step=Step(((1, 40_000), (70, 80), (1, 9), (0, 7)) * 4, tile_of(), 31, bundle=4))
-@example(step=Step(((1, 9), (2, 131_073), (1, 0)), tile_of(), 30, 2, bundle=4))
+@example(step=Step(((1, 40_000), (70, 80), (1, 9), (0, 7)) * 4, tile_of(), 31, segment_group=4))
+@example(step=Step(((1, 9), (2, 131_073), (1, 0)), tile_of(), 30, 2, segment_group=4))
 @example(step=Step(((1, 700), (1, 20)) * 15 + ((2, 9), (1, 0)), tile_of(1), 62))
 @example(step=Step(((1, 700), (1, 20)) * 15 + ((2, 9),), tile_of(1), 61, least_tiles=2))
 @example(step=Step(((1, 700),), tile_of(), 132, unused=0))
-@example(step=Step(((1, 700), (2, 9), (1, 9000)), tile_of(1), 132, bundle=4, unused=0))
+@example(step=Step(((1, 700), (2, 9), (1, 9000)), tile_of(1), 132, segment_group=4, unused=0))
 # More work items than a thread makes one after the other: prompts of an invariant engine, and
 # segment groups of many keys.
 @example(step=Step(((40, 300), (1, 9), (0, 4), (33, 33)), tile_of(1), 33, short_query=64))
-@example(step=Step(((1, 131_073), (2, 199_000), (1, 7)), tile_of(), 66, 2, bundle=BUNDLE))
+@example(
+    step=Step(
+        ((1, 131_073), (2, 199_000), (1, 7)), tile_of(), 66, 2, segment_group=SEGMENTS_PER_GROUP
+    )
+)
 @example(step=Step(((1, 1000), (2, 7), (1, 0)), tile_of(), 33, least_tiles=2))
 @example(step=Step(((40, 900), (9, 90)), tile_of(1), 33, short_query=64, least_tiles=2, row_cost=2))
 @example(step=Step(((1, 1000), (9, 700)) * 9, tile_of(), 33, 2, least_tiles=1))
@@ -251,7 +259,7 @@ def check_plan(step: Step) -> None:
     "rules",
     [
         {},
-        {"bundle": BUNDLE},
+        {"segment_group": SEGMENTS_PER_GROUP},
         {"window": MOST_POSITIONS},
         {"chunk": 17, "lookback": MOST_POSITIONS // 17 + 1},
         {"stripe": Stripe(2, 1, 16)},
@@ -308,13 +316,13 @@ def test_ranks_take_turns_and_keep_everything(ranks: int, interleave: int, lengt
     assert sum(kept) == length
 
 
-def bundles_of(step: Step, kv_len: int) -> int:
+def segment_groups_of(step: Step, kv_len: int) -> int:
     """Segment groups that the keys of a request are cut into."""
-    if not step.bundle:
+    if not step.segment_group:
         return 1
     keys = kv_len if step.stripe is None else kept_by(step.stripe, kv_len)
     tiles = max(cdiv(keys, step.tile.kv_tile), 1)
-    return segment_of((tiles - 1) * step.tile.segment_unit) // step.bundle + 1
+    return segment_of((tiles - 1) * step.tile.segment_unit) // step.segment_group + 1
 
 
 def work_of(step: Step) -> list[tuple[tuple[int, int, int], list[int]]]:
@@ -334,11 +342,13 @@ def work_of(step: Step) -> list[tuple[tuple[int, int, int], list[int]]]:
             high = max(cdiv(seen, size), low + 1)
             segments = [segment_of(tile * unit) for tile in range(low, high)]
             row = (req, token + skipped, taken)
-            for bundle in range(bundles_of(step, kv_len)):
+            for segment_group in range(segment_groups_of(step, kv_len)):
                 mine = segments
-                if step.bundle:
+                if step.segment_group:
                     # A segment group that the queries do not see has one tile all the same.
-                    mine = [one for one in segments if one // step.bundle == bundle] or [-1]
+                    mine = [
+                        one for one in segments if one // step.segment_group == segment_group
+                    ] or [-1]
                 found.append((row, [mine.count(one) for one in dict.fromkeys(mine)]))
         token += count
     return found
@@ -402,7 +412,7 @@ def test_every_segment_has_one_owner_and_the_shares_are_even(step: Step) -> None
 def test_a_group_enters_at_most_one_row_in_its_middle(step: Step) -> None:
     """A group lends its state slots to one work item at most, since scratch is per group."""
     plan = step.plan()
-    lenders = []
+    lending_groups = []
     for row, fields in enumerate(plan.rows):
         for loop in range(step.head_loops):
             entered = [
@@ -412,17 +422,17 @@ def test_a_group_enters_at_most_one_row_in_its_middle(step: Step) -> None:
             ]
             place = fields[7] + loop * fields[6]
             if entered:
-                lenders.append(place * step.groups // plan.shared + 1)
-                assert plan.starts[lenders[-1]] == plan.starts[entered[0]]
-    assert len(lenders) == len(set(lenders))
-    assert all(0 < lender < step.groups for lender in lenders)
+                lending_groups.append(place * step.groups // plan.shared + 1)
+                assert plan.starts[lending_groups[-1]] == plan.starts[entered[0]]
+    assert len(lending_groups) == len(set(lending_groups))
+    assert all(0 < lending_group < step.groups for lending_group in lending_groups)
 
 
 @settings(max_examples=100, deadline=None)
 @given(step=steps(), least=st.sampled_from([1, 2, 5]))
 def test_rows_cut_anywhere_are_shared_out_by_tiles(step: Step, least: int) -> None:
     """Shares differ by one tile at most, idle groups come last, and no share is below the least."""
-    plan = replace(step, bundle=0, least_tiles=least).plan()
+    plan = replace(step, segment_group=0, least_tiles=least).plan()
     tiles = [fields[6] for fields in plan.rows for _ in range(step.head_loops)]
     starts = [*itertools.accumulate(tiles, initial=0)]
     places = [starts[at] + tile for at, tile in plan.starts]
@@ -442,14 +452,14 @@ def test_rows_cut_anywhere_are_shared_out_by_tiles(step: Step, least: int) -> No
 @example(step=Step(((1, 20_000), *((1, 300),) * 40), tile_of(), 4), cost=2)
 def test_rows_that_begin_are_shared_out_too(step: Step, cost: int) -> None:
     """A group with many short work items gets fewer tiles, since each beginning costs some."""
-    plan = replace(step, bundle=0, least_tiles=1, row_cost=cost).plan()
+    plan = replace(step, segment_group=0, least_tiles=1, row_cost=cost).plan()
     tiles = [fields[6] for fields in plan.rows for _ in range(step.head_loops)]
     starts = [*itertools.accumulate(tiles, initial=0)]
     places = [starts[at] + tile for at, tile in plan.starts]
     assert places == sorted(places)
     assert (places[0], places[-1]) == (0, starts[-1])
     if len(set(tiles)) < 2:
-        assert plan == replace(step, bundle=0, least_tiles=1).plan()
+        assert plan == replace(step, segment_group=0, least_tiles=1).plan()
         return
     sharers = max(min(step.groups, plan.shared), 1)
     for (row, tile), (next_row, next_tile) in pairwise(plan.starts):
@@ -461,39 +471,47 @@ def test_rows_that_begin_are_shared_out_too(step: Step, cost: int) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(step=steps())
-@example(step=Step(((1, 131_072), (2, 40_000), (1, 9000)), tile_of(), 3, bundle=BUNDLE))
-@example(step=Step(((1, 20_000),) * 9, tile_of(), 7, head_loops=2, bundle=BUNDLE))
-def test_no_two_rows_lend_bundles_from_one_group(step: Step) -> None:
+@example(
+    step=Step(
+        ((1, 131_072), (2, 40_000), (1, 9000)), tile_of(), 3, segment_group=SEGMENTS_PER_GROUP
+    )
+)
+@example(
+    step=Step(((1, 20_000),) * 9, tile_of(), 7, head_loops=2, segment_group=SEGMENTS_PER_GROUP)
+)
+def test_no_two_rows_lend_segment_groups_from_one_group(step: Step) -> None:
     """A group lends slots for segment groups to the tokens of one work item at most.
 
     If no group starts among the segment groups of some tokens, one group has all of them.
     """
     is_local = step.window is not None or step.chunk is not None
-    step = replace(step, bundle=0 if is_local else step.bundle or BUNDLE)
+    step = replace(step, segment_group=0 if is_local else step.segment_group or SEGMENTS_PER_GROUP)
     plan, loops = step.plan(), step.head_loops
-    lenders = []
+    lending_groups = []
     for at, fields in enumerate(plan.rows):
-        bundle, bundles = fields[10:]
-        assert bundles == bundles_of(step, fields[3])
-        if bundle or bundles == 1:
+        segment_group, segment_groups = fields[10:]
+        assert segment_groups == segment_groups_of(step, fields[3])
+        if segment_group or segment_groups == 1:
             continue
-        rows = plan.rows[at : at + bundles]
-        assert [row[10] for row in rows] == list(range(bundles))
+        rows = plan.rows[at : at + segment_groups]
+        assert [row[10] for row in rows] == list(range(segment_groups))
         assert {tuple(row[:5]) for row in rows} == {tuple(fields[:5])}
-        assert [row[8] for row in rows] == [one * step.bundle for one in range(bundles)]
+        assert [row[8] for row in rows] == [
+            one * step.segment_group for one in range(segment_groups)
+        ]
         for loop in range(loops):
             places = [row[7] + loop * row[6] for row in rows]
             ends = [place + row[6] - 1 for place, row in zip(places, rows, strict=True)]
             first, last = (one * step.groups // plan.shared for one in (places[0], ends[-1]))
             if last > first:
-                lenders.append((first + 1, loop))
+                lending_groups.append((first + 1, loop))
                 continue
-            for one in range(at, at + bundles):
+            for one in range(at, at + segment_groups):
                 here = one * loops + loop
                 assert plan.starts[first] <= (here, 0)
                 assert (here, plan.rows[one][9] - 1) < plan.starts[first + 1]
-    assert len(lenders) == len(set(lenders))
-    assert all(0 < lender < step.groups for lender, _ in lenders)
+    assert len(lending_groups) == len(set(lending_groups))
+    assert all(0 < lending_group < step.groups for lending_group, _ in lending_groups)
 
 
 @pytest.mark.parametrize(
@@ -673,9 +691,9 @@ def test_no_row_has_more_segments_than_slots_and_no_step_more_rows_than_are_kept
     for is_causal in (False, True):
         tile, groups, short = planner.tile, planner.groups, planner.short_query
         step = Step(tuple(lens), tile, groups, 1, short, span, is_causal=is_causal)
-        plan = replace(step, bundle=planner.bundle).plan()
+        plan = replace(step, segment_group=planner.segment_group).plan()
         assert len(plan.rows) <= planner.max_rows
-        assert max((fields[11] for fields in plan.rows), default=1) <= planner.bundles
+        assert max((fields[11] for fields in plan.rows), default=1) <= planner.segment_groups
         assert max((fields[9] for fields in plan.rows), default=0) <= planner.slots
 
 

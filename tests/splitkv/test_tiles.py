@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from builders.dense.choice import (
-    LayerAsks,
+    LayerRequirements,
     decode_kernel_of,
     prefill_kernel_of,
 )
@@ -107,20 +107,20 @@ def test_a_verify_of_a_whole_group_shares_one_pass_over_the_keys() -> None:
 # -- Which prefill kernel.
 
 SHAPE = DenseShape(32, 8, 128, 128, 2, 16)
-ASKED = LayerAsks(query=DType.BFLOAT16, cache_dtype=CacheDType.AUTO)
+ASKED = LayerRequirements(query=DType.BFLOAT16, cache_dtype=CacheDType.AUTO)
 REFUSED = {
-    "ALiBi": LayerAsks(alibi=True),
-    "R-SWA": LayerAsks(rswa=True),
-    "positions of queries": LayerAsks(positions=True),
-    "decode context parallelism": LayerAsks(dcp=True),
-    "batch invariance": LayerAsks(batch_invariant=True),
+    "ALiBi": LayerRequirements(alibi=True),
+    "R-SWA": LayerRequirements(rswa=True),
+    "positions of queries": LayerRequirements(positions=True),
+    "decode context parallelism": LayerRequirements(dcp=True),
+    "batch invariance": LayerRequirements(batch_invariant=True),
     "a cache of float16 for a query of bfloat16": replace(ASKED, cache_dtype=CacheDType.FLOAT16),
     "a cache of int8_per_token_head": replace(ASKED, cache_dtype=CacheDType.INT8_PER_TOKEN_HEAD),
-    "a cache of fp8_e5m2 for a query of float16": LayerAsks(
+    "a cache of fp8_e5m2 for a query of float16": LayerRequirements(
         query=DType.FLOAT16, cache_dtype=CacheDType.FP8_E5M2
     ),
-    "scale 0.0 is not positive": LayerAsks(scale=0.0),
-    "rows of key are aligned to 8 bytes, not 16": LayerAsks(alignments=(("key", 8),)),
+    "scale 0.0 is not positive": LayerRequirements(scale=0.0),
+    "rows of key are aligned to 8 bytes, not 16": LayerRequirements(alignments=(("key", 8),)),
 }
 
 
@@ -137,7 +137,7 @@ def test_what_a_layer_asks_decides(said: str) -> None:
     asks = REFUSED[said]
     tile, why = prefill_kernel_of(SHAPE, DeviceKind.SM90, 16, asks, PrefillKernel.AUTO)
     assert tile is None
-    assert f"the one for Hopper does not serve: {said}" in why
+    assert f"the Hopper kernel does not serve: {said}" in why
     with pytest.raises(
         ValueError, match=r"kernels\.dense\.prefill 'hopper' does not serve"
     ) as error:
@@ -146,7 +146,7 @@ def test_what_a_layer_asks_decides(said: str) -> None:
 
 
 def test_what_is_not_known_yet_refuses_nothing() -> None:
-    for asks in (LayerAsks(), LayerAsks(query=DType.FLOAT16), ASKED):
+    for asks in (LayerRequirements(), LayerRequirements(query=DType.FLOAT16), ASKED):
         for wanted in (PrefillKernel.AUTO, PrefillKernel.HOPPER):
             tile, why = prefill_kernel_of(SHAPE, DeviceKind.SM90, 16, asks, wanted)
             assert tile is not None
@@ -166,7 +166,7 @@ def decode_of(
     shape: DenseShape,
     wanted: DecodeKernel = DecodeKernel.AUTO,
     tokens: int = 1,
-    asks: LayerAsks = ASKED,
+    asks: LayerRequirements = ASKED,
     kind: DeviceKind = DeviceKind.SM90,
 ) -> tuple[HopperDecodeTile | None, str]:
     return decode_kernel_of(shape, kind, 16, tokens, asks, wanted)
@@ -252,7 +252,7 @@ def test_hopper_gets_its_split_kv_kernel_and_nothing_else_does(kind: DeviceKind)
     ids=str,
 )
 def test_left_to_itself_an_engine_takes_what_measured_faster(
-    shape: DenseShape, tokens: int, asks: LayerAsks, slower: str | None
+    shape: DenseShape, tokens: int, asks: LayerRequirements, slower: str | None
 ) -> None:
     tile, why = decode_of(shape, tokens=tokens, asks=asks)
     named, because = decode_of(shape, DecodeKernel.HOPPER, tokens, asks)
@@ -280,7 +280,7 @@ def test_what_a_layer_asks_decides_for_short_rows_too(said: str) -> None:
         shape, said = replace(SHARD, stored_bits=8), "a cache of fp8_e5m2"
     tile, why = decode_of(shape, asks=asks)
     assert tile is None
-    assert f"the one for Hopper does not serve: {said}" in why
+    assert f"the Hopper kernel does not serve: {said}" in why
     with pytest.raises(
         ValueError, match=r"kernels\.dense\.decode 'hopper' does not serve"
     ) as error:

@@ -226,14 +226,14 @@ def _multiply_in_single_precision(interpreter: Any) -> None:
     builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
     multiply = builder.create_dot
 
-    def widened(x: Any) -> Any:
+    def dequantised(x: Any) -> Any:
         if x.data.dtype != np.float16:
             return x
         return handle(x.data.astype(np.float32), interpreter.tl.float32)
 
     def create_dot(self: Any, left: Any, right: Any, total: Any, *rest: Any) -> Any:
         if total.data.dtype == np.float32:
-            left, right = widened(left), widened(right)
+            left, right = dequantised(left), dequantised(right)
         return multiply(self, left, right, total, *rest)
 
     builder.create_dot = create_dot

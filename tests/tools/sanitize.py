@@ -1,4 +1,4 @@
-"""The kernels for Hopper under compute-sanitizer: what it reports is explained here, or a finding.
+"""The Hopper kernels under compute-sanitizer: what it reports is explained here, or a finding.
 
     python -m tests.tools.sanitize --commit C --out FILE       # on a Hopper GPU, with both tools
     python -m tests.tools.sanitize --tool racecheck --seconds 60 --processes 8
@@ -260,23 +260,23 @@ def _prefills() -> Iterator[tuple[str, Callable[[], object]]]:
     from attn.backends.triton_attn import TritonAttentionBackend
     from attn.testing.conformance import check_case
     from attn.testing.trial import Trial
-    from builders.dense import widened
+    from builders.dense import dequantised
     from specs.engine import PrefillKernel
     from tests.gpu import test_gpu_hopper
 
     Trial.prefill_kernel = PrefillKernel.HOPPER
 
     def check(case: Any, least_rows: int) -> None:
-        widened.LEAST_ROWS = least_rows
+        dequantised.LEAST_ROWS = least_rows
         check_case(TritonAttentionBackend, case, "cuda")
 
     for case in test_gpu_hopper.CASES:
-        yield str(case), partial(check, case, widened.LEAST_ROWS)
+        yield str(case), partial(check, case, dequantised.LEAST_ROWS)
     for size in (128, 256):
-        for case in test_gpu_hopper.WIDENED_CASES:
+        for case in test_gpu_hopper.DEQUANTISED_CASES:
             heads = replace(case.heads, head_size=size, head_size_v=None)
             wide = replace(case, heads=heads)
-            yield f"widened {wide}", partial(check, wide, 0)
+            yield f"dequantised {wide}", partial(check, wide, 0)
 
 
 def _controls() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -476,7 +476,7 @@ def run(tools: Sequence[str], seconds: float, processes: int) -> list[Outcome]:
 def render(outcomes: Sequence[Outcome], head: str) -> str:
     """The table, and each kind of race once."""
     lines = [
-        "# The kernels for Hopper under compute-sanitizer",
+        "# The Hopper kernels under compute-sanitizer",
         "",
         head,
         "",

@@ -119,7 +119,7 @@ def _latent(*kernels: str, shared: dict[str, Any] | None = None, **given: Any) -
 
 CASES = {
     "llama": Case(),
-    "llama, plain kernels": Case(environment=PLAIN),
+    "llama, portable kernels": Case(environment=PLAIN),
     "llama, first model runner": Case(environment={"VLLM_USE_V2_MODEL_RUNNER": "0"}),
     "fp8 KV": Case(shared_options={"kv_cache_dtype": "fp8"}),
     "chunked prefill": Case(options={"max_num_batched_tokens": 64}),

@@ -164,7 +164,7 @@ def decode_kernel(
     QUERY_TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     SLOTS: tl.constexpr,
-    BUNDLES: tl.constexpr,
+    SEGMENT_GROUPS: tl.constexpr,
     AREA: tl.constexpr,
     K_SIZE: tl.constexpr,
     V_SIZE: tl.constexpr,
@@ -198,7 +198,7 @@ def decode_kernel(
     FP8_OUT: tl.constexpr,
     LSE: tl.constexpr,
     HARDWARE_E4M3: tl.constexpr,
-    FREE: tl.constexpr,
+    DEPENDS_ON_BATCH: tl.constexpr,
     FINISH_ROWS: tl.constexpr,
     FINISH_WIDTH: tl.constexpr,
     WAITS: tl.constexpr,
@@ -211,9 +211,9 @@ def decode_kernel(
     the plan's tensors are in :class:`builders.splitkv.record.SplitPlan`.
 
     Flags: DCP says that the cache holds the keys of one rank only, see
-    :class:`builders.splitkv.stripe.Stripe`. FREE cuts work items between any two KV tiles, so that
-    bits depend on the batch; benchmarks measure the cost of invariance against it. WAITS says that
-    the kernel may start before the kernels ahead of it have ended.
+    :class:`builders.splitkv.stripe.Stripe`. DEPENDS_ON_BATCH cuts work items between any two KV
+    tiles, so that bits depend on the batch; benchmarks measure the cost of invariance against it.
+    WAITS says that the kernel may start before the kernels ahead of it have ended.
     """
     if WAITS:
         # Wait before any read: kernels ahead write the plan, the queries and the keys. Every
@@ -236,7 +236,7 @@ def decode_kernel(
     for r in tl.range(first_row, past_row, num_stages=1, disable_licm=PLANES > 1):
         total = tl.load(total_ptr + 1)
         shares = groups
-        if FREE:
+        if DEPENDS_ON_BATCH:
             shares = tl.minimum(groups, total)
         is_last = r == tl.load(mine + 2)
         last_segment = tl.load(mine + 3)
@@ -248,11 +248,11 @@ def decode_kernel(
         first = tl.load(fields + 4)
         first_part = tl.load(fields + 8)
         parts = tl.load(fields + 9)
-        bundle = tl.load(fields + 10)
+        segment_group = tl.load(fields + 10)
         begin = tl.where(r == tl.load(mine), tl.load(mine + 1), 0)
         base = tl.load(fields + 7) + (r % HEAD_LOOPS) * tl.load(fields + 6)
         owner = (base.to(tl.int64) * shares // total).to(tl.int32)
-        if FREE:
+        if DEPENDS_ON_BATCH:
             # Shares start at tiles here, not at segments. The run of tiles that one program group
             # has of a work item counts as one part.
             tiles = tl.load(fields + 6)
@@ -345,11 +345,11 @@ def decode_kernel(
             # A layer whose window is longer than the plan's starts before the plan's first segment.
             begins = first_part + begin
             stop = first_part + end
-            if not FREE:
+            if not DEPENDS_ON_BATCH:
                 cut_low = segment_start(begins) // SEGMENT_UNIT
                 cut_high = segment_start(stop) // SEGMENT_UNIT
             low = tl.maximum(cut_low, own_first)
-            if (begin == 0) & (bundle == 0):
+            if (begin == 0) & (segment_group == 0):
                 low = own_first
             high = tl.minimum(cut_high, own_last)
             all_low, all_high = seen_by_all(
@@ -359,14 +359,14 @@ def decode_kernel(
             l = tl.zeros([ROWS, KV_TILE], tl.float32)
             # The lending program belongs to the first group that starts inside this work item. It
             # starts inside no other one, so its state slots are free for this work item.
-            lender = owner + 1
-            slots = (lender * HEADS + lane) * AREA
+            lending_group = owner + 1
+            slots = (lending_group * HEADS + lane) * AREA
             if begin > 0:
                 # The fold reads a state for every segment of the part. Segments that no query of
                 # this layer sees get an empty state.
                 seen = begins
                 unseen = stop
-                if not FREE:
+                if not DEPENDS_ON_BATCH:
                     seen = segment_of(low * SEGMENT_UNIT)
                     unseen = segment_of(tl.maximum(high - 1, 0) * SEGMENT_UNIT) + 1
                 for s in range(begins, stop):
@@ -376,7 +376,7 @@ def decode_kernel(
                             USED, V_WIDTH, PLANES,
                         )  # fmt: skip
             segment = begins
-            if not FREE:
+            if not DEPENDS_ON_BATCH:
                 segment = segment_of(low * SEGMENT_UNIT)
             _, _, _, _, _, _, M, L, A0, A1, A2, A3 = attend_tiles(
                 m, l, A0, A0, A0, A0, M, L, A0, A1, A2, A3, segment, states_ptr, sums_ptr,
@@ -387,7 +387,7 @@ def decode_kernel(
                 tl.cdiv(all_low, KV_TILE), all_high // KV_TILE, True, SAME_ROWS, RSWA, SEGMENT_UNIT,
                 KV_TILE, BLOCK_SIZE, K_WIDTH, K_USED, V_WIDTH, V_USED, KIND, PLANES, INLINE, DECODE,
                 COMPUTE, ALIGN, CAUSAL, WINDOW, CHUNK, RSWA, RANGES, CLAMP, SOFT_CAP, ALIBI, SIMPLE,
-                True, FREE, USED, STAGES,
+                True, DEPENDS_ON_BATCH, USED, STAGES,
             )  # fmt: skip
             fields = _fields_of(r, mine, rows_ptr, HEAD_LOOPS)
             token = tl.load(fields + 1)
@@ -396,9 +396,9 @@ def decode_kernel(
             kv_head, at, head, wanted = _places(
                 tile_of_heads, token, count, row, HEAD_TILES, TILE_HEADS, GROUP
             )
-            bundles = tl.load(fields + 11)
+            segment_groups = tl.load(fields + 11)
             is_whole = (begin == 0) & (end == parts)
-            if is_whole & (bundles == 1):
+            if is_whole & (segment_groups == 1):
                 index = tl.arange(0, V_WIDTH)
                 valid = index < V_USED
                 columns = plane_columns(index, 0, V_SIZE, KIND)
@@ -430,29 +430,33 @@ def decode_kernel(
             else:
                 in_parts = (begin > 0) | (end < parts)
                 after_prefix = 1
-                if not FREE:
+                if not DEPENDS_ON_BATCH:
                     # Only the last program to arrive needs this number, and then without delay.
-                    after_prefix = tl.load(starts_ptr + 2 * lender + 1, mask=in_parts, other=1)
-                bundle = tl.load(fields + 10)
+                    after_prefix = tl.load(
+                        starts_ptr + 2 * lending_group + 1, mask=in_parts, other=1
+                    )
+                segment_group = tl.load(fields + 10)
                 loop = r % HEAD_LOOPS
                 row_owner = owner
-                spans = bundles > 1
+                spans = segment_groups > 1
                 mine_too = slots
-                if bundles > 1:
+                if segment_groups > 1:
                     # The states of the segment groups go to slots of the first program that starts
                     # in the middle of these tokens' keys. Where no program starts there, one
                     # program has all segment groups and uses its own slots.
                     total = tl.load(total_ptr + 1)
-                    which = r // HEAD_LOOPS - bundle
+                    which = r // HEAD_LOOPS - segment_group
                     place = _place_of(rows_ptr + which * _FIELDS, loop, 0)
                     row_owner = (place.to(tl.int64) * shares // total).to(tl.int32)
-                    place = _place_of(rows_ptr + (which + bundles - 1) * _FIELDS, loop, 1) - 1
+                    place = (
+                        _place_of(rows_ptr + (which + segment_groups - 1) * _FIELDS, loop, 1) - 1
+                    )
                     spans = (place.to(tl.int64) * shares // total).to(tl.int32) > row_owner
                     lends = tl.where(spans, row_owner + 1, row_owner)
                     mine_too = (lends * HEADS + lane) * AREA + SLOTS
-                    mine_too += (tl.where(spans, 0, HEAD_LOOPS) + loop) * BUNDLES
+                    mine_too += (tl.where(spans, 0, HEAD_LOOPS) + loop) * SEGMENT_GROUPS
                 if begin == 0:
-                    slot = tl.where(is_whole, mine_too + bundle, slots)
+                    slot = tl.where(is_whole, mine_too + segment_group, slots)
                     store_state(
                         states_ptr, sums_ptr, slot, M, L, A0, A1, A2, A3, USED, V_WIDTH, PLANES
                     )
@@ -467,7 +471,7 @@ def decode_kernel(
                 if ready:
                     # Level 0 folds the segments of this segment group, where several programs have
                     # them. Level 1 folds the segment groups.
-                    for level in range(is_whole.to(tl.int32), tl.where(bundles > 1, 2, 1)):
+                    for level in range(is_whole.to(tl.int32), tl.where(segment_groups > 1, 2, 1)):
                         slot = slots
                         after = after_prefix
                         count_of = parts
@@ -475,21 +479,21 @@ def decode_kernel(
                         if level == 1:
                             slot = mine_too
                             after = after_prefix * 0 + 1
-                            count_of = bundles
-                            goes_on = bundle + 1 == bundles
+                            count_of = segment_groups
+                            goes_on = segment_group + 1 == segment_groups
                             tl.debug_barrier()
                             if spans:
                                 counter = counters_ptr + groups * HEADS
                                 counter += ((row_owner + 1) * HEADS + lane) * HEAD_LOOPS + loop
                                 arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-                                goes_on = arrived + 1 == bundles
+                                goes_on = arrived + 1 == segment_groups
                                 if goes_on:
                                     tl.store(counter, 0)
                         if goes_on:
                             fold_parts(
                                 kv_head, (tile_of_heads % HEAD_TILES) * TILE_HEADS, token, count,
-                                slot, after, count_of, mine_too + bundle,
-                                (level == 0) & (bundles > 1), states_ptr, sums_ptr, out_ptr,
+                                slot, after, count_of, mine_too + segment_group,
+                                (level == 0) & (segment_groups > 1), states_ptr, sums_ptr, out_ptr,
                                 lse_ptr, sinks_ptr, v_factor, output_scale_ptr, out_token, out_head,
                                 lse_token, GROUP, TILE_HEADS, USED, V_WIDTH, PLANES, KIND, V_USED,
                                 V_SIZE, FINISH_ROWS, FINISH_WIDTH, SINKS, FP8_OUT, LSE,

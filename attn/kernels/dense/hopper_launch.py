@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attn.kernels.lang.memory import alignment
-from builders.dense.choice import LayerAsks
+from builders.dense.choice import LayerRequirements
 from builders.launch.launcher import Launch, Launcher
 from builders.launch.variants import Variants
 from builders.splitkv.record import HopperPlan, SplitPlan
@@ -36,7 +36,7 @@ MOST_DESCRIPTORS = 64
 
 def asked(
     layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTensors
-) -> tuple[DenseShape, int, LayerAsks]:
+) -> tuple[DenseShape, int, LayerRequirements]:
     """The question that decides whether a Hopper kernel serves a layer.
 
     Returns:
@@ -51,7 +51,7 @@ def asked(
         query.element_size(),
         key.element_size() * 8 // layer.cache_dtype.packing,
     )
-    asks = LayerAsks(
+    asks = LayerRequirements(
         dcp=step.stripe is not None,
         rswa=step.rswa_prefix_lens is not None,
         alibi=tensors.alibi_slopes is not None,

@@ -22,8 +22,8 @@ from builders.splitkv.record import PLAN_POINTERS, HopperPlan, PrefillPlan, Spli
 
 if TYPE_CHECKING:
     from attn.kernels.dense.hopper_decode.launch import HopperDecodeLauncher
+    from attn.kernels.dense.hopper_prefill.dequantised import DequantisedLauncher
     from attn.kernels.dense.hopper_prefill.launch import HopperLauncher
-    from attn.kernels.dense.hopper_prefill.widened import WidenedLauncher
 
 
 class DenseLauncher:
@@ -50,7 +50,7 @@ class DenseLauncher:
         self._splits: Variants[Launcher] = Variants()
         self._tiled: Variants[Launcher] = Variants()
         self._hopper: HopperLauncher | None = None
-        self._widened: WidenedLauncher | None = None
+        self._dequantised: DequantisedLauncher | None = None
         self._hopper_decode: HopperDecodeLauncher | None = None
 
     def attend(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> None:
@@ -141,12 +141,12 @@ class DenseLauncher:
         There is one launch, or two where the keys of a quantised cache are dequantised first.
         """
         hopper = plan.hopper
-        if hopper is not None and hopper.widened is not None:
-            if self._widened is None:
-                from attn.kernels.dense.hopper_prefill.widened import WidenedLauncher
+        if hopper is not None and hopper.dequantised is not None:
+            if self._dequantised is None:
+                from attn.kernels.dense.hopper_prefill.dequantised import DequantisedLauncher
 
-                self._widened = WidenedLauncher(self.layer, self._stored.kind)
-            launches = self._widened.launches(hopper, step, tensors, varying, variant)
+                self._dequantised = DequantisedLauncher(self.layer, self._stored.kind)
+            launches = self._dequantised.launches(hopper, step, tensors, varying, variant)
             if launches is not None:
                 return launches
         varying["tile_starts_ptr"] = plan.tile_starts

@@ -267,7 +267,7 @@ def attend_tiles(
     ALIBI: tl.constexpr,
     SIMPLE: tl.constexpr,
     SEGMENTED: tl.constexpr,
-    FREE: tl.constexpr,
+    DEPENDS_ON_BATCH: tl.constexpr,
     USED: tl.constexpr,
     STAGES: tl.constexpr,
     REST: tl.constexpr = 0,
@@ -282,9 +282,9 @@ def attend_tiles(
     keys of the tiles ``[full_low, full_high)``. Only slots in ``[safe_low, safe_high)`` are read,
     and with HOLE those below ``hole`` too.
 
-    SEGMENTED closes a state at the end of each segment; with FREE it closes one state, at ``high``.
-    The state goes to slot ``slot + segment`` if ``stores``, else it is folded into M, L and A*. l
-    is then ``[M, KV_TILE]``, and is summed over its columns when the state closes.
+    SEGMENTED closes a state at the end of each segment; with DEPENDS_ON_BATCH it closes one state,
+    at ``high``. The state goes to slot ``slot + segment`` if ``stores``, else it is folded into M,
+    L and A*. l is then ``[M, KV_TILE]``, and is summed over its columns when the state closes.
 
     SIMPLE says that scores are only multiplied by the scale; m is then the maximum of the unscaled
     scores. SAME_ROWS says that values have the strides of keys. REST is the number of key columns
@@ -328,7 +328,7 @@ def attend_tiles(
             range_first, range_last = own_range(query, ranges_ptr, num_ranges)
     if SEGMENTED:
         segment_end = high
-        if not FREE:
+        if not DEPENDS_ON_BATCH:
             segment_end = segment_start(segment + 1) // SEGMENT_UNIT
     for tile in tl.range(low, high, num_stages=STAGES):
         token = tile * KV_TILE + within
@@ -517,7 +517,7 @@ def attend_tiles(
                         acc2 = acc0
                         acc3 = acc0
                 segment += 1
-                if not FREE:
+                if not DEPENDS_ON_BATCH:
                     segment_end = segment_start(segment + 1) // SEGMENT_UNIT
             if ASYNCHRONOUS:
                 # This stays outside the branch: Triton fails to wait for products by warp group

@@ -16,7 +16,7 @@ import triton.language as tl
 from attn.kernels.lang.numerics import INTERPRETED
 
 NATIVE, E4M3, E5M2, INT8, INT4 = range(5)
-WIDENED = -1
+DEQUANTISED = -1
 """A kind besides those of caches: dequantised elements of the model, still to be scaled."""
 _E4M3, _E5M2, _INT8, _INT4 = (tl.constexpr(kind) for kind in (E4M3, E5M2, INT8, INT4))
 

@@ -158,7 +158,7 @@ class Plan:
     """int, tiles into which the query heads of one KV head are cut."""
     SLOTS: gl.constexpr
     """int, state slots for segments that a program lends."""
-    BUNDLES: gl.constexpr
+    SEGMENT_GROUPS: gl.constexpr
     """int, most segment groups of a request's keys."""
     AREA: gl.constexpr
     """int, state slots of a program in all."""

@@ -222,7 +222,7 @@ def mla_decode_kernel(
     QUERY_TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     SLOTS: tl.constexpr,
-    BUNDLES: tl.constexpr,
+    SEGMENT_GROUPS: tl.constexpr,
     AREA: tl.constexpr,
     SEGMENT_UNIT: tl.constexpr,
     KV_TILE: tl.constexpr,
@@ -342,7 +342,7 @@ def mla_decode_kernel(
                         lane, groups, factor, rows_ptr, total_ptr, states_ptr, sums_ptr, out_ptr,
                         lse_ptr, out_token, out_head, lse_token, HEADS, HEAD_LOOPS, NUM_HEADS,
                         TILE_HEADS, CELLS, WIDTH, USED, SIZE, KIND, PLANES, DECODE, LSE, SLOTS,
-                        BUNDLES, AREA, SPARE, FINISH_ROWS, FINISH_WIDTH,
+                        SEGMENT_GROUPS, AREA, SPARE, FINISH_ROWS, FINISH_WIDTH,
                     )  # fmt: skip
             else:
                 M = tl.full([ROWS], float("-inf"), tl.float32)
@@ -410,13 +410,13 @@ def mla_decode_kernel(
                         )  # fmt: skip
                     else:
                         own, spare = own_states(
-                            pid, groups, HEADS, HEAD_LOOPS, AREA, BUNDLES, SPARE
+                            pid, groups, HEADS, HEAD_LOOPS, AREA, SEGMENT_GROUPS, SPARE
                         )
                         prefix = slots
                         if is_whole:
                             prefix = prefix_at(
                                 r, fields, rows_ptr, total_ptr, groups, lane, own, spare, HEADS,
-                                HEAD_LOOPS, AREA, SLOTS, BUNDLES,
+                                HEAD_LOOPS, AREA, SLOTS, SEGMENT_GROUPS,
                             )  # fmt: skip
                         store_state(
                             states_ptr, sums_ptr, prefix, M, L, A0, A1, A0, A1, CELLS, WIDTH, PLANES
@@ -425,5 +425,5 @@ def mla_decode_kernel(
                 r, mine, pid, lane, groups, factor, rows_ptr, total_ptr, starts_ptr, counters_ptr,
                 states_ptr, sums_ptr, out_ptr, lse_ptr, out_token, out_head, lse_token, HEADS,
                 HEAD_LOOPS, NUM_HEADS, TILE_HEADS, CELLS, WIDTH, USED, SIZE, KIND, PLANES, LSE,
-                SLOTS, BUNDLES, AREA, SPARE, FINISH_ROWS, FINISH_WIDTH,
+                SLOTS, SEGMENT_GROUPS, AREA, SPARE, FINISH_ROWS, FINISH_WIDTH,
             )  # fmt: skip

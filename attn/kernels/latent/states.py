@@ -5,8 +5,8 @@ A program writes a state as the result, stores it, or folds it with others. Wher
 share a work item, the last of them to arrive folds the stored states.
 
 A work item is called ``r`` here, counted with its head loops: item ``r // HEAD_LOOPS`` of the plan
-in head loop ``r % HEAD_LOOPS``. A *bundle* is a segment group: some consecutive segments of the
-keys of the same query tokens.
+in head loop ``r % HEAD_LOOPS``. A *segment_group* is a segment group: some consecutive segments of
+the keys of the same query tokens.
 """
 
 from __future__ import annotations
@@ -66,42 +66,53 @@ def share_of(
 
 
 @triton.jit
-def _bundles_at(
+def _segment_groups_at(
     r, fields, rows_ptr, total_ptr, groups, lane, own, HEADS: tl.constexpr,
-    HEAD_LOOPS: tl.constexpr, AREA: tl.constexpr, SLOTS: tl.constexpr, BUNDLES: tl.constexpr,
+    HEAD_LOOPS: tl.constexpr, AREA: tl.constexpr, SLOTS: tl.constexpr, SEGMENT_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Where the states of the segment groups (bundles) of a work item's tokens go.
+    """Where the states of the segment groups of a work item's tokens go.
 
     Returns the first slot; the group of programs that has the first tile of these keys; and
     whether other groups have tiles of them too. If they do, the slots follow one another in the
     scratch of the first group that starts in the middle of the keys, which lends them. If not, the
     slot is among the program's ``own`` ones, and states are folded there as they come.
     """
-    bundle = tl.load(fields + 10)
-    bundles = tl.load(fields + 11)
+    segment_group = tl.load(fields + 10)
+    segment_groups = tl.load(fields + 11)
     total = tl.load(total_ptr + 1)
     loop = r % HEAD_LOOPS
-    which = r // HEAD_LOOPS - bundle
+    which = r // HEAD_LOOPS - segment_group
     place = _place_of(rows_ptr + which * _FIELDS, loop, 0)
     owner = (place.to(tl.int64) * groups // total).to(tl.int32)
-    place = _place_of(rows_ptr + (which + bundles - 1) * _FIELDS, loop, 1) - 1
+    place = _place_of(rows_ptr + (which + segment_groups - 1) * _FIELDS, loop, 1) - 1
     spans = (place.to(tl.int64) * groups // total).to(tl.int32) > owner
-    spans = spans & (bundles > 1)
-    lent = ((owner + 1) * HEADS + lane) * AREA + SLOTS + loop * BUNDLES
+    spans = spans & (segment_groups > 1)
+    lent = ((owner + 1) * HEADS + lane) * AREA + SLOTS + loop * SEGMENT_GROUPS
     return tl.where(spans, lent, own + loop), owner, spans
 
 
 @triton.jit
 def prefix_at(
     r, fields, rows_ptr, total_ptr, groups, lane, own, spare, HEADS: tl.constexpr,
-    HEAD_LOOPS: tl.constexpr, AREA: tl.constexpr, SLOTS: tl.constexpr, BUNDLES: tl.constexpr,
+    HEAD_LOOPS: tl.constexpr, AREA: tl.constexpr, SLOTS: tl.constexpr, SEGMENT_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Slot for the state of a segment group of which the program has every segment."""
-    bundle = tl.load(fields + 10)
-    place, _, spans = _bundles_at(
-        r, fields, rows_ptr, total_ptr, groups, lane, own, HEADS, HEAD_LOOPS, AREA, SLOTS, BUNDLES
+    segment_group = tl.load(fields + 10)
+    place, _, spans = _segment_groups_at(
+        r,
+        fields,
+        rows_ptr,
+        total_ptr,
+        groups,
+        lane,
+        own,
+        HEADS,
+        HEAD_LOOPS,
+        AREA,
+        SLOTS,
+        SEGMENT_GROUPS,
     )
-    return tl.where(spans | (bundle == 0), place + bundle, spare)
+    return tl.where(spans | (segment_group == 0), place + segment_group, spare)
 
 
 @triton.jit
@@ -136,9 +147,9 @@ def write_row(
 
 @triton.jit
 def own_states(pid, groups, HEADS: tl.constexpr, HEAD_LOOPS: tl.constexpr, AREA: tl.constexpr,
-                BUNDLES: tl.constexpr, SPARE: tl.constexpr):  # fmt: skip
+                SEGMENT_GROUPS: tl.constexpr, SPARE: tl.constexpr):  # fmt: skip
     """First slot of the states that a program lends to nobody, and first of its spare ones."""
-    OWN: tl.constexpr = HEAD_LOOPS if BUNDLES > 1 else 0
+    OWN: tl.constexpr = HEAD_LOOPS if SEGMENT_GROUPS > 1 else 0
     own = groups * HEADS * AREA + pid * (OWN + SPARE)
     return own, own + OWN
 
@@ -150,7 +161,7 @@ def close_segment(
     HEADS: tl.constexpr, HEAD_LOOPS: tl.constexpr, NUM_HEADS: tl.constexpr,
     TILE_HEADS: tl.constexpr, CELLS: tl.constexpr, WIDTH: tl.constexpr, USED: tl.constexpr,
     SIZE: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, DECODE: tl.constexpr,
-    LSE: tl.constexpr, SLOTS: tl.constexpr, BUNDLES: tl.constexpr, AREA: tl.constexpr,
+    LSE: tl.constexpr, SLOTS: tl.constexpr, SEGMENT_GROUPS: tl.constexpr, AREA: tl.constexpr,
     SPARE: tl.constexpr, FINISH_ROWS: tl.constexpr, FINISH_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Finish one segment of a work item of 64 query rows.
@@ -164,7 +175,7 @@ def close_segment(
     begin, end, first_part, parts, slots = share_of(
         r, fields, mine, total_ptr, groups, lane, HEADS, HEAD_LOOPS, AREA
     )
-    own, spare = own_states(pid, groups, HEADS, HEAD_LOOPS, AREA, BUNDLES, SPARE)
+    own, spare = own_states(pid, groups, HEADS, HEAD_LOOPS, AREA, SEGMENT_GROUPS, SPARE)
     token = tl.load(fields + 1)
     count = tl.load(fields + 2)
     is_whole = (begin == 0) & (end == parts)
@@ -174,7 +185,7 @@ def close_segment(
     if is_whole & is_last:
         prefix = prefix_at(
             r, fields, rows_ptr, total_ptr, groups, lane, own, spare, HEADS, HEAD_LOOPS, AREA,
-            SLOTS, BUNDLES,
+            SLOTS, SEGMENT_GROUPS,
         )  # fmt: skip
     # Number of states that wait to be folded with this one: a fold leaves one behind.
     before = part - first_part
@@ -211,8 +222,8 @@ def finish_row(
     HEAD_LOOPS: tl.constexpr, NUM_HEADS: tl.constexpr, TILE_HEADS: tl.constexpr,
     CELLS: tl.constexpr, WIDTH: tl.constexpr, USED: tl.constexpr, SIZE: tl.constexpr,
     KIND: tl.constexpr, PLANES: tl.constexpr, LSE: tl.constexpr, SLOTS: tl.constexpr,
-    BUNDLES: tl.constexpr, AREA: tl.constexpr, SPARE: tl.constexpr, FINISH_ROWS: tl.constexpr,
-    FINISH_WIDTH: tl.constexpr,
+    SEGMENT_GROUPS: tl.constexpr, AREA: tl.constexpr, SPARE: tl.constexpr,
+    FINISH_ROWS: tl.constexpr, FINISH_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Announce a program's segments of a work item, and fold the item if it is complete."""
     fields = fields_of(r, mine, rows_ptr, HEAD_LOOPS)
@@ -220,22 +231,22 @@ def finish_row(
         r, fields, mine, total_ptr, groups, lane, HEADS, HEAD_LOOPS, AREA
     )
     is_whole = (begin == 0) & (end == parts)
-    bundles = tl.load(fields + 11)
-    if (is_whole == 0) | (bundles > 1):
+    segment_groups = tl.load(fields + 11)
+    if (is_whole == 0) | (segment_groups > 1):
         token = tl.load(fields + 1)
         count = tl.load(fields + 2)
-        bundle = tl.load(fields + 10)
+        segment_group = tl.load(fields + 10)
         in_group = ((r % HEAD_LOOPS) * HEADS + lane) * TILE_HEADS
         loop = r % HEAD_LOOPS
-        own, spare = own_states(pid, groups, HEADS, HEAD_LOOPS, AREA, BUNDLES, SPARE)
-        mine_too, row_owner, spans = _bundles_at(
+        own, spare = own_states(pid, groups, HEADS, HEAD_LOOPS, AREA, SEGMENT_GROUPS, SPARE)
+        mine_too, row_owner, spans = _segment_groups_at(
             r, fields, rows_ptr, total_ptr, groups, lane, own, HEADS, HEAD_LOOPS, AREA,
-            SLOTS, BUNDLES,
+            SLOTS, SEGMENT_GROUPS,
         )  # fmt: skip
         in_parts = (begin > 0) | (end < parts)
         # Only the last program to arrive needs this number, and needs it at once: load it now.
-        lender = slots // AREA // HEADS
-        after_prefix = tl.load(starts_ptr + 2 * lender + 1, mask=in_parts, other=1)
+        lending_group = slots // AREA // HEADS
+        after_prefix = tl.load(starts_ptr + 2 * lending_group + 1, mask=in_parts, other=1)
         counter = counters_ptr + slots // AREA
         # All threads must have stored before one of them announces it.
         tl.debug_barrier()
@@ -244,28 +255,28 @@ def finish_row(
         tl.store(counter, 0, mask=ready & in_parts)
         if ready:
             # Level 0 folds a segment group that programs share, level 1 the groups.
-            for level in range(is_whole.to(tl.int32), tl.where(bundles > 1, 2, 1)):
+            for level in range(is_whole.to(tl.int32), tl.where(segment_groups > 1, 2, 1)):
                 slot = slots
                 after = after_prefix
                 count_of = parts
-                target = mine_too + bundle
-                stores = bundles > 1
+                target = mine_too + segment_group
+                stores = segment_groups > 1
                 goes_on = ready
                 if level == 1:
                     slot = mine_too
                     # Where no other program has a group, two states are folded: the fold so far
                     # and the last state.
                     after = tl.where(spans, 1, spare - mine_too)
-                    count_of = tl.where(spans, bundles, after + 1)
+                    count_of = tl.where(spans, segment_groups, after + 1)
                     target = mine_too
-                    stores = (spans == 0) & (bundle + 1 < bundles)
-                    goes_on = bundle > 0
+                    stores = (spans == 0) & (segment_group + 1 < segment_groups)
+                    goes_on = segment_group > 0
                     tl.debug_barrier()
                     if spans:
                         counter = counters_ptr + groups * HEADS
                         counter += ((row_owner + 1) * HEADS + lane) * HEAD_LOOPS + loop
                         arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-                        goes_on = arrived + 1 == bundles
+                        goes_on = arrived + 1 == segment_groups
                         if goes_on:
                             tl.store(counter, 0)
                 if goes_on:

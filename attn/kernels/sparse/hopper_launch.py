@@ -145,8 +145,8 @@ def _wide_call(
 ) -> KernelCall:
     if layer.layout is LatentFormat.FP8_NOPE_FP8_ROPE:
         raise ValueError(
-            f"the sparse kernel for Hopper for many heads does not serve this layer: rows of "
-            f"{layer.layout.value} are read by the one for few heads, or the plain kernel"
+            f"the Hopper sparse kernel for many heads does not serve this layer: rows of "
+            f"{layer.layout.value} are read by the one for few heads, or the portable kernel"
         )
     programs = total = _work(layer, tile, tensors)
     if tile.shares:
@@ -206,7 +206,7 @@ def _check(layer: SparseLayer, tensors: SparseTensors) -> None:
     )
     misfit = hopper_misfit(shape, DeviceKind.SM90, dtype)
     if misfit is not None:
-        raise ValueError(f"the sparse kernel for Hopper does not serve this layer: {misfit}")
+        raise ValueError(f"the Hopper sparse kernel does not serve this layer: {misfit}")
     for name, tensor in {
         "query": query,
         "rotary": tensors.rotary,

@@ -12,12 +12,12 @@ import triton.language as tl
 from builders.splitkv.device.work_items import (
     FIELDS,
     SHARE_FIELDS,
-    bundles_of,
     first_group,
     first_place,
     load_four,
     row_after,
     row_of,
+    segment_groups_of,
     sharing,
     start_from,
     store_four,
@@ -33,10 +33,10 @@ has more, every work item has a thread."""
 @triton.jit
 def _store_rows(
     rows_ptr, names_ptr, i, j, place, cost, most_rows, shared, sharers, req_rows, begin, count,
-    kv_len, bundles, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
+    kv_len, segment_groups, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
     QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr, DCP: tl.constexpr,
-    BUNDLE: tl.constexpr, HEAD_LOOPS: tl.constexpr,
+    SEGMENTS_PER_GROUP: tl.constexpr, HEAD_LOOPS: tl.constexpr,
 ):  # fmt: skip
     """Store the work items of every request ``i``, one after the other, from number ``j`` on.
 
@@ -45,23 +45,25 @@ def _store_rows(
     ``names`` at the first of these groups.
     """
     group = first_group(place, shared, sharers)
-    bundle, skipped = i * 0, i * 0
+    segment_group, skipped = i * 0, i * 0
     for k in range(0, most_rows):
         live = k < req_rows
         token, tokens, first, first_tile, tiles = row_of(
-            live, bundle, skipped, begin, count, kv_len, window, chunk, lookback, dcp_size,
+            live, segment_group, skipped, begin, count, kv_len, window, chunk, lookback, dcp_size,
             dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP,
-            BUNDLE,
+            SEGMENTS_PER_GROUP,
         )  # fmt: skip
         store_row(
-            rows_ptr, live, j, i, token, tokens, kv_len, first, first_tile, tiles, place, bundle,
-            bundles, SEGMENT_UNIT,
+            rows_ptr, live, j, i, token, tokens, kv_len, first, first_tile, tiles, place,
+            segment_group, segment_groups, SEGMENT_UNIT,
         )  # fmt: skip
         place += (tiles + cost) * HEAD_LOOPS
         after = first_group(place, shared, sharers)
         tl.store(names_ptr + 2 * group, j, mask=live & (group < after))
         group = after
-        bundle, skipped = row_after(bundle, skipped, bundles, QUERY_TOKENS, BUNDLE)
+        segment_group, skipped = row_after(
+            segment_group, skipped, segment_groups, QUERY_TOKENS, SEGMENTS_PER_GROUP
+        )
         j += 1
 
 
@@ -70,7 +72,7 @@ def _rows_at(
     j, num_rows, seq_lens_ptr, query_start_ptr, row_ends_ptr, max_kv_len, window, chunk, lookback,
     dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr,
     SEGMENT_UNIT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr,
-    DCP: tl.constexpr, BUNDLE: tl.constexpr, STEPS: tl.constexpr,
+    DCP: tl.constexpr, SEGMENTS_PER_GROUP: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Work items ``j``, each computed by one thread.
 
@@ -89,42 +91,45 @@ def _rows_at(
     begin = tl.load(query_start_ptr + req, mask=live, other=0)
     count = tl.load(query_start_ptr + 1 + req, mask=live, other=0) - begin
     kv_len = tl.minimum(tl.load(seq_lens_ptr + req, mask=live, other=0), max_kv_len)
-    bundles = bundles_of(
-        kv_len, dcp_size, dcp_rank, dcp_interleave, KV_TILE, SEGMENT_UNIT, DCP, BUNDLE
+    segment_groups = segment_groups_of(
+        kv_len, dcp_size, dcp_rank, dcp_interleave, KV_TILE, SEGMENT_UNIT, DCP, SEGMENTS_PER_GROUP
     )
-    bundle = (j - before) % bundles
-    skipped = (j - before) // bundles * QUERY_TOKENS
+    segment_group = (j - before) % segment_groups
+    skipped = (j - before) // segment_groups * QUERY_TOKENS
     token, tokens, first, first_tile, tiles = row_of(
-        live, bundle, skipped, begin, count, kv_len, window, chunk, lookback, dcp_size, dcp_rank,
-        dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE,
+        live, segment_group, skipped, begin, count, kv_len, window, chunk, lookback, dcp_size,
+        dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP,
+        SEGMENTS_PER_GROUP,
     )  # fmt: skip
-    return live, req, kv_len, bundles, token, tokens, first, first_tile, tiles, bundle
+    return live, req, kv_len, segment_groups, token, tokens, first, first_tile, tiles, segment_group
 
 
 @triton.jit
 def _count_serially(
-    tiles_of, least, most, most_rows, req_rows, begin, count, kv_len, bundles, window, chunk,
+    tiles_of, least, most, most_rows, req_rows, begin, count, kv_len, segment_groups, window, chunk,
     lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS: tl.constexpr,
     KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-    TRIM: tl.constexpr, DCP: tl.constexpr, BUNDLE: tl.constexpr,
+    TRIM: tl.constexpr, DCP: tl.constexpr, SEGMENTS_PER_GROUP: tl.constexpr,
 ):  # fmt: skip
     """Tiles of every request, and the fewest and the most tiles of a work item.
 
     Each thread counts the work items of its request one after the other, so no thread needs
     another's numbers.
     """
-    bundle, skipped = tiles_of * 0, tiles_of * 0
+    segment_group, skipped = tiles_of * 0, tiles_of * 0
     for k in range(0, most_rows):
         live = k < req_rows
         _, _, _, _, tiles = row_of(
-            live, bundle, skipped, begin, count, kv_len, window, chunk, lookback, dcp_size,
+            live, segment_group, skipped, begin, count, kv_len, window, chunk, lookback, dcp_size,
             dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP,
-            BUNDLE,
+            SEGMENTS_PER_GROUP,
         )  # fmt: skip
         tiles_of += tiles
         least = tl.where(live, tl.minimum(least, tiles), least)
         most = tl.maximum(most, tiles)
-        bundle, skipped = row_after(bundle, skipped, bundles, QUERY_TOKENS, BUNDLE)
+        segment_group, skipped = row_after(
+            segment_group, skipped, segment_groups, QUERY_TOKENS, SEGMENTS_PER_GROUP
+        )
     return tiles_of, least, most
 
 
@@ -134,7 +139,7 @@ def _count_by_row(
     max_kv_len, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
     QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-    TRIM: tl.constexpr, DCP: tl.constexpr, BUNDLE: tl.constexpr, REQS: tl.constexpr,
+    TRIM: tl.constexpr, DCP: tl.constexpr, SEGMENTS_PER_GROUP: tl.constexpr, REQS: tl.constexpr,
     STEPS: tl.constexpr,
 ):  # fmt: skip
     """Tiles of the work items of each thread ``i``, and the fewest and the most of a work item.
@@ -148,7 +153,7 @@ def _count_by_row(
         live, _, _, _, _, _, _, _, tiles, _ = _rows_at(
             block + i, num_rows, seq_lens_ptr, query_start_ptr, row_ends_ptr, max_kv_len, window,
             chunk, lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE,
-            SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE, STEPS,
+            SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, SEGMENTS_PER_GROUP, STEPS,
         )  # fmt: skip
         tiles_of += tiles
         least = tl.where(live, tl.minimum(least, tiles), least)
@@ -162,23 +167,24 @@ def _store_by_row(
     row_ends_ptr, max_kv_len, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
     QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr, DCP: tl.constexpr,
-    BUNDLE: tl.constexpr, HEAD_LOOPS: tl.constexpr, REQS: tl.constexpr, STEPS: tl.constexpr,
+    SEGMENTS_PER_GROUP: tl.constexpr, HEAD_LOOPS: tl.constexpr, REQS: tl.constexpr,
+    STEPS: tl.constexpr,
 ):  # fmt: skip
     """Store all work items, each by one thread, and name them as :func:`_store_rows` does."""
     begun = 0
     for block in range(0, num_rows, REQS):
         j = block + i
-        live, req, lens, of, token, tokens, first, first_tile, tiles, bundle = _rows_at(
+        live, req, lens, of, token, tokens, first, first_tile, tiles, segment_group = _rows_at(
             j, num_rows, seq_lens_ptr, query_start_ptr, row_ends_ptr, max_kv_len, window, chunk,
             lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT,
-            WINDOW, CHUNK, TRIM, DCP, BUNDLE, STEPS,
+            WINDOW, CHUNK, TRIM, DCP, SEGMENTS_PER_GROUP, STEPS,
         )  # fmt: skip
         taken = tl.where(live, (tiles + cost) * HEAD_LOOPS, 0)
         past = begun + tl.cumsum(taken, 0)
         place = past - taken
         store_row(
-            rows_ptr, live, j, req, token, tokens, lens, first, first_tile, tiles, place, bundle,
-            of, SEGMENT_UNIT,
+            rows_ptr, live, j, req, token, tokens, lens, first, first_tile, tiles, place,
+            segment_group, of, SEGMENT_UNIT,
         )  # fmt: skip
         group = first_group(place, shared, sharers)
         begins = group < first_group(past, shared, sharers)
@@ -194,7 +200,7 @@ def _larger(a, b):
 @triton.jit
 def _store_groups(
     rows_ptr, names_ptr, starts_ptr, shares_ptr, c, shared, sharers, total, cost, num_groups,
-    num_rows, SEGMENT_UNIT: tl.constexpr, HEAD_LOOPS: tl.constexpr, FREE: tl.constexpr,
+    num_rows, SEGMENT_UNIT: tl.constexpr, HEAD_LOOPS: tl.constexpr, DEPENDS_ON_BATCH: tl.constexpr,
 ):  # fmt: skip
     """Store where every group ``c`` starts, and its share.
 
@@ -216,12 +222,12 @@ def _store_groups(
     position = first_place(c, shared, sharers)
     row, segment = start_from(
         held, position, (c <= num_groups) & (position < total), place, first_tile, tiles, cost,
-        num_rows, SEGMENT_UNIT, HEAD_LOOPS, FREE,
+        num_rows, SEGMENT_UNIT, HEAD_LOOPS, DEPENDS_ON_BATCH,
     )  # fmt: skip
     position = first_place(c + 1, shared, sharers)
     next_row, next_segment = start_from(
         held_next, position, real & (position < total), place_next, first_tile_next, tiles_next,
-        cost, num_rows, SEGMENT_UNIT, HEAD_LOOPS, FREE,
+        cost, num_rows, SEGMENT_UNIT, HEAD_LOOPS, DEPENDS_ON_BATCH,
     )  # fmt: skip
     store_two(starts_ptr, c, c <= num_groups, row, segment)
     store_four(shares_ptr, c, SHARE_FIELDS, 0, real, row, segment, next_row, next_segment)
@@ -234,13 +240,13 @@ def _store_groups(
 @triton.jit
 def plan_many(
     rows_ptr, total_ptr, starts_ptr, shares_ptr, row_ends_ptr, names_ptr, seq_lens_ptr,
-    query_start_ptr, num_rows, most_rows, req_ends, req_rows, begin, count, kv_len, bundles,
+    query_start_ptr, num_rows, most_rows, req_ends, req_rows, begin, count, kv_len, segment_groups,
     max_kv_len, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
     QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr, DCP: tl.constexpr,
-    BUNDLE: tl.constexpr, HEAD_LOOPS: tl.constexpr, FREE: tl.constexpr, LEAST: tl.constexpr,
-    ROW_COST: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUPS: tl.constexpr, REQS: tl.constexpr,
-    STEPS: tl.constexpr,
+    SEGMENTS_PER_GROUP: tl.constexpr, HEAD_LOOPS: tl.constexpr, DEPENDS_ON_BATCH: tl.constexpr,
+    LEAST: tl.constexpr, ROW_COST: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUPS: tl.constexpr,
+    REQS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Plan any number of work items.
 
@@ -255,22 +261,23 @@ def plan_many(
     most = tl.zeros([REQS], tl.int32) + 1
     if is_serial:
         req_tiles, least, most = _count_serially(
-            req_tiles, least, most, most_rows, req_rows, begin, count, kv_len, bundles, window,
-            chunk, lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE,
-            SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE,
+            req_tiles, least, most, most_rows, req_rows, begin, count, kv_len, segment_groups,
+            window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE,
+            SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, SEGMENTS_PER_GROUP,
         )  # fmt: skip
     else:
         req_tiles, least, most = _count_by_row(
             req_tiles, least, most, i, req_ends, num_rows, seq_lens_ptr, query_start_ptr,
             row_ends_ptr, max_kv_len, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
-            QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE, REQS, STEPS,
+            QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, SEGMENTS_PER_GROUP, REQS,
+            STEPS,
         )  # fmt: skip
     total, fewest, largest = tl.reduce((req_tiles, least, most), 0, _totalled)
     # Tiles are summed without the cost of a work item, which is not known yet. So the sum need not
     # wait for it.
     tiles_before = tl.cumsum(req_tiles, 0) - req_tiles
     cost, total, sharers, shared = sharing(
-        total, fewest, largest, num_rows, HEAD_LOOPS, FREE, LEAST, ROW_COST, NUM_GROUPS
+        total, fewest, largest, num_rows, HEAD_LOOPS, DEPENDS_ON_BATCH, LEAST, ROW_COST, NUM_GROUPS
     )
     tl.store(total_ptr, num_rows)
     tl.store(total_ptr + 1, shared)
@@ -280,22 +287,22 @@ def plan_many(
     if is_serial:
         _store_rows(
             rows_ptr, names_ptr, i, req_ends - req_rows, place, cost, most_rows, shared, sharers,
-            req_rows, begin, count, kv_len, bundles, window, chunk, lookback, dcp_size, dcp_rank,
-            dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE,
-            HEAD_LOOPS,
+            req_rows, begin, count, kv_len, segment_groups, window, chunk, lookback, dcp_size,
+            dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP,
+            SEGMENTS_PER_GROUP, HEAD_LOOPS,
         )  # fmt: skip
     else:
         _store_by_row(
             rows_ptr, names_ptr, i, num_rows, cost, shared, sharers, seq_lens_ptr, query_start_ptr,
             row_ends_ptr, max_kv_len, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
-            QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE, HEAD_LOOPS, REQS,
-            STEPS,
+            QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, SEGMENTS_PER_GROUP,
+            HEAD_LOOPS, REQS, STEPS,
         )  # fmt: skip
     # Groups load work items and names that other threads stored.
     tl.debug_barrier()
     _store_groups(
         rows_ptr, names_ptr, starts_ptr, shares_ptr, c, shared, sharers, total, cost, NUM_GROUPS,
-        num_rows, SEGMENT_UNIT, HEAD_LOOPS, FREE,
+        num_rows, SEGMENT_UNIT, HEAD_LOOPS, DEPENDS_ON_BATCH,
     )  # fmt: skip
 
 

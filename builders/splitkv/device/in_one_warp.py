@@ -50,15 +50,15 @@ def _row_of_lane(
     j, num_rows, num_reqs, most_rows, req_rows, requests, window, chunk, lookback, dcp_size,
     dcp_rank, dcp_interleave, QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr,
     SEGMENT_UNIT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr,
-    DCP: tl.constexpr, BUNDLE: tl.constexpr, TURNS: tl.constexpr, STEPS: tl.constexpr,
+    DCP: tl.constexpr, SEGMENTS_PER_GROUP: tl.constexpr, TURNS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Work item ``j`` of each thread of a turn.
 
     Returns its numbers in the order of ROW_FIELDS, without the place and the segments, which are
     not known yet. Where there are several turns, each request has one work item.
     """
-    begin, count, kv_len, bundles = requests
-    req, bundle, skipped = j, j * 0, j * 0
+    begin, count, kv_len, segment_groups = requests
+    req, segment_group, skipped = j, j * 0, j * 0
     if TURNS == 1:
         if (most_rows > 1) | (num_rows != num_reqs):
             # Count the requests whose work items end at or before ``j``: that is the request of
@@ -70,19 +70,19 @@ def _row_of_lane(
                 req += tl.where(tl.gather(req_ends, req + half - 1, 1) <= j, half, 0)
             later = j - tl.gather(req_ends - req_rows, req, 1)
             begin, count = tl.gather(begin, req, 1), tl.gather(count, req, 1)
-            kv_len, bundles = tl.gather(kv_len, req, 1), tl.gather(bundles, req, 1)
+            kv_len, segment_groups = tl.gather(kv_len, req, 1), tl.gather(segment_groups, req, 1)
             turn = later
-            if BUNDLE:
+            if SEGMENTS_PER_GROUP:
                 # fp32 gives the right quotient of numbers up to a warp's threads.
-                turn = ((later.to(tl.float32) + 0.5) / bundles.to(tl.float32)).to(tl.int32)
-                bundle = later - turn * bundles
+                turn = ((later.to(tl.float32) + 0.5) / segment_groups.to(tl.float32)).to(tl.int32)
+                segment_group = later - turn * segment_groups
             skipped = turn * QUERY_TOKENS
     token, tokens, first, first_tile, tiles = row_of(
-        j < num_rows, bundle, skipped, begin, count, kv_len, window, chunk, lookback, dcp_size,
-        dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP,
-        BUNDLE,
+        j < num_rows, segment_group, skipped, begin, count, kv_len, window, chunk, lookback,
+        dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK,
+        TRIM, DCP, SEGMENTS_PER_GROUP,
     )  # fmt: skip
-    return req, token, tokens, kv_len, first, first_tile, tiles, bundle, bundles
+    return req, token, tokens, kv_len, first, first_tile, tiles, segment_group, segment_groups
 
 
 @triton.jit
@@ -100,7 +100,9 @@ def _store_turns(
     for k in tl.static_range(TURNS):
         j = k * IN_A_WARP + lanes
         live = j < num_rows
-        req, token, tokens, kv_len, first, first_tile, tiles, bundle, bundles = rows[k]
+        req, token, tokens, kv_len, first, first_tile, tiles, segment_group, segment_groups = rows[
+            k
+        ]
         taken = tl.where(live, (tiles + cost) * HEAD_LOOPS, 0)
         ends = begun + tl.cumsum(taken, 1)
         begun += tl.sum(taken, 1, keep_dims=True)
@@ -110,10 +112,10 @@ def _store_turns(
         mine = live & (line == k)
         store_four(rows_ptr, j, FIELDS, 0, mine, req, token, tokens, kv_len)
         store_four(rows_ptr, j, FIELDS, 4, mine, first, first_tile, tiles, place)
-        store_four(rows_ptr, j, FIELDS, 8, mine, part, parts, bundle, bundles)
+        store_four(rows_ptr, j, FIELDS, 8, mine, part, parts, segment_group, segment_groups)
         stored = (
-            req, token, tokens, kv_len, first, first_tile, tiles, place, part, parts, bundle,
-            bundles, ends, begun,
+            req, token, tokens, kv_len, first, first_tile, tiles, place, part, parts, segment_group,
+            segment_groups, ends, begun,
         )  # fmt: skip
         placed += (stored,)  # type: ignore[assignment]
     return placed
@@ -125,9 +127,9 @@ def plan_few(
     most_rows, req_rows, reqs, max_kv_len, window, chunk, lookback, dcp_size, dcp_rank,
     dcp_interleave, QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr, DCP: tl.constexpr,
-    BUNDLE: tl.constexpr, HEAD_LOOPS: tl.constexpr, FREE: tl.constexpr, LEAST: tl.constexpr,
-    ROW_COST: tl.constexpr, NUM_GROUPS: tl.constexpr, LINES: tl.constexpr, TURNS: tl.constexpr,
-    STEPS: tl.constexpr,
+    SEGMENTS_PER_GROUP: tl.constexpr, HEAD_LOOPS: tl.constexpr, DEPENDS_ON_BATCH: tl.constexpr,
+    LEAST: tl.constexpr, ROW_COST: tl.constexpr, NUM_GROUPS: tl.constexpr, LINES: tl.constexpr,
+    TURNS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Plan few work items: every warp has all of them, and each thread has one of every turn.
 
@@ -147,7 +149,7 @@ def plan_few(
         row = _row_of_lane(
             j, num_rows, num_reqs, most_rows, req_rows, reqs[k], window, chunk, lookback, dcp_size,
             dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP,
-            BUNDLE, TURNS, STEPS,
+            SEGMENTS_PER_GROUP, TURNS, STEPS,
         )  # fmt: skip
         rows += (row,)  # type: ignore[assignment]
         total += tl.sum(row[6], 1, keep_dims=True)
@@ -155,7 +157,7 @@ def plan_few(
         fewest = tl.minimum(fewest, least)
         largest = tl.maximum(largest, tl.max(row[6], 1, keep_dims=True))
     cost, total, sharers, shared = sharing(
-        total, fewest, largest, num_rows, HEAD_LOOPS, FREE, LEAST, ROW_COST, NUM_GROUPS
+        total, fewest, largest, num_rows, HEAD_LOOPS, DEPENDS_ON_BATCH, LEAST, ROW_COST, NUM_GROUPS
     )
     once = (line == 0) & (lane < 2)
     tl.store(total_ptr + lanes, tl.where(lane == 0, num_rows, shared), mask=once)
@@ -165,8 +167,8 @@ def plan_few(
     _share_turns(
         starts_ptr, shares_ptr, seq_lens_ptr, query_start_ptr, placed, lane, line, num_rows, cost,
         total, sharers, shared, max_kv_len, window, chunk, lookback, dcp_size, dcp_rank,
-        dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE,
-        HEAD_LOOPS, FREE, NUM_GROUPS, LINES, TURNS,
+        dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP,
+        SEGMENTS_PER_GROUP, HEAD_LOOPS, DEPENDS_ON_BATCH, NUM_GROUPS, LINES, TURNS,
     )  # fmt: skip
 
 
@@ -176,8 +178,8 @@ def _share_turns(
     total, sharers, shared, max_kv_len, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
     QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr, DCP: tl.constexpr,
-    BUNDLE: tl.constexpr, HEAD_LOOPS: tl.constexpr, FREE: tl.constexpr, NUM_GROUPS: tl.constexpr,
-    LINES: tl.constexpr, TURNS: tl.constexpr,
+    SEGMENTS_PER_GROUP: tl.constexpr, HEAD_LOOPS: tl.constexpr, DEPENDS_ON_BATCH: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, LINES: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     """Store where every group starts, and its share, from work items that every warp has.
 
@@ -199,7 +201,7 @@ def _share_turns(
     _, first_tile, tiles, place = _four_of_row(placed, 4, of, at, TURNS)
     start, segment = start_from(
         of * LANES + at, position, (c <= NUM_GROUPS) & (position < total), place, first_tile, tiles,
-        cost, num_rows, SEGMENT_UNIT, HEAD_LOOPS, FREE,
+        cost, num_rows, SEGMENT_UNIT, HEAD_LOOPS, DEPENDS_ON_BATCH,
     )  # fmt: skip
     store_two(starts_ptr, c, own & (c <= NUM_GROUPS), start, segment)
     following = tl.minimum(line * 0 + lane + 1, LANES - 1)
@@ -207,7 +209,7 @@ def _share_turns(
     real = own & (c < NUM_GROUPS)
     store_four(shares_ptr, c, SHARE_FIELDS, 0, real, start, segment, stop, stop_segment)
     real = real & (start < num_rows * HEAD_LOOPS)
-    if not FREE:
+    if not DEPENDS_ON_BATCH:
         row = tl.minimum(start // HEAD_LOOPS, TURNS * LANES - 1)
         of, at = row // LANES, row % LANES
     if TURNS == 1:
@@ -224,7 +226,8 @@ def _share_turns(
         begin, count, kv_len = request_at(req, real, seq_lens_ptr, query_start_ptr, max_kv_len)
         token, tokens, first, first_tile, tiles = row_of(
             real, c * 0, c * 0, begin, count, kv_len, window, chunk, lookback, dcp_size, dcp_rank,
-            dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE,
+            dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP,
+            SEGMENTS_PER_GROUP,
         )  # fmt: skip
         tiles = tl.maximum(tiles, 1)
         part, parts = segments_of(first_tile, tiles, SEGMENT_UNIT)

@@ -12,7 +12,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from builders.splitkv.device.across_warps import plan_many
 from builders.splitkv.device.in_one_warp import IN_A_WARP, plan_few, requests_by_warp
-from builders.splitkv.device.work_items import bundles_of, request_at
+from builders.splitkv.device.work_items import request_at, segment_groups_of
 
 _MOST_TURNS = tl.constexpr(4)
 """Most turns, each of as many requests as a warp has threads, that every warp plans by itself."""
@@ -128,14 +128,14 @@ def plan_kernel(
     CHUNK: tl.constexpr,
     TRIM: tl.constexpr,
     DCP: tl.constexpr,
-    BUNDLE: tl.constexpr,
+    SEGMENTS_PER_GROUP: tl.constexpr,
     MOST_REQS: tl.constexpr,
     REQS: tl.constexpr,
     STEPS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     GROUPS: tl.constexpr,
     LINES: tl.constexpr,
-    FREE: tl.constexpr,
+    DEPENDS_ON_BATCH: tl.constexpr,
     LEAST: tl.constexpr,
     ROW_COST: tl.constexpr,
     WAITS: tl.constexpr,
@@ -161,11 +161,11 @@ def plan_kernel(
     at least NUM_GROUPS + 1. A line has 31 groups, and there are at least as many LINES as warps.
 
     Switches: TRIM: no query sees past itself. DCP: keys are one rank's keys, in their order on that
-    rank, while lengths and positions of work items are the request's. BUNDLE: segments of a
-    segment group, 0 where a work item has all keys. FREE: a group starts at its share's first tile;
-    starts hold tiles of work items, not segments; a share has at least LEAST tiles; the beginning
-    of a work item counts as ROW_COST tiles. WAITS: this kernel may have been started before the
-    kernel before it has ended, and waits for that.
+    rank, while lengths and positions of work items are the request's. SEGMENTS_PER_GROUP: segments
+    of a segment group, 0 where a work item has all keys. DEPENDS_ON_BATCH: a group starts at its
+    share's first tile; starts hold tiles of work items, not segments; a share has at least LEAST
+    tiles; the beginning of a work item counts as ROW_COST tiles. WAITS: this kernel may have been
+    started before the kernel before it has ended, and waits for that.
 
     This kernel does not let the next one start early. The next kernel would read no earlier, and
     would run on other multiprocessors than without a plan before it. Where eight heads are read
@@ -182,11 +182,11 @@ def plan_kernel(
     if TAKES_TURNS:
         # These loads are under way while the sums are computed.
         reqs = requests_by_warp(seq_lens_ptr, query_start_ptr, num_reqs, max_kv_len, LINES, TURNS)
-    bundles = bundles_of(
-        kv_len, dcp_size, dcp_rank, dcp_interleave, KV_TILE, SEGMENT_UNIT, DCP, BUNDLE
+    segment_groups = segment_groups_of(
+        kv_len, dcp_size, dcp_rank, dcp_interleave, KV_TILE, SEGMENT_UNIT, DCP, SEGMENTS_PER_GROUP
     )
     is_decode = (count > 0) & (count <= decode_max)
-    req_rows = tl.where(is_decode, tl.cdiv(count, QUERY_TOKENS) * bundles, 0)
+    req_rows = tl.where(is_decode, tl.cdiv(count, QUERY_TOKENS) * segment_groups, 0)
     tiles, others = _tiles_of_long(count, decode_max, PREFILL_TILE, HOPPER_TILE)
     num_rows, most_rows, num_tiles, num_others = _sums_of_requests(
         req_rows, tiles, others, REQS <= IN_A_WARP
@@ -195,8 +195,9 @@ def plan_kernel(
         plan_few(
             rows_ptr, total_ptr, starts_ptr, shares_ptr, seq_lens_ptr, query_start_ptr, num_reqs,
             num_rows, most_rows, 0, reqs, max_kv_len, window, chunk, lookback, dcp_size, dcp_rank,
-            dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE,
-            HEAD_LOOPS, FREE, LEAST, ROW_COST, NUM_GROUPS, LINES, TURNS, STEPS,
+            dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP,
+            SEGMENTS_PER_GROUP, HEAD_LOOPS, DEPENDS_ON_BATCH, LEAST, ROW_COST, NUM_GROUPS, LINES,
+            TURNS, STEPS,
         )  # fmt: skip
         # No request has a long query here, so there are no prefill tiles to sum.
         tile_ends, other_ends = tiles, others
@@ -204,14 +205,14 @@ def plan_kernel(
         line = tl.arange(0, LINES)[:, None] * 0
         every = (
             begin[None, :] + line, count[None, :] + line, kv_len[None, :] + line,
-            bundles[None, :] + line,
+            segment_groups[None, :] + line,
         )  # fmt: skip
         plan_few(
             rows_ptr, total_ptr, starts_ptr, shares_ptr, seq_lens_ptr, query_start_ptr, num_reqs,
             num_rows, most_rows, req_rows[None, :] + line, (every,), max_kv_len, window, chunk,
             lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT,
-            WINDOW, CHUNK, TRIM, DCP, BUNDLE, HEAD_LOOPS, FREE, LEAST, ROW_COST, NUM_GROUPS, LINES,
-            1, STEPS,
+            WINDOW, CHUNK, TRIM, DCP, SEGMENTS_PER_GROUP, HEAD_LOOPS, DEPENDS_ON_BATCH, LEAST,
+            ROW_COST, NUM_GROUPS, LINES, 1, STEPS,
         )  # fmt: skip
         tile_ends, other_ends = tiles, others
         if num_tiles > 0:
@@ -222,10 +223,10 @@ def plan_kernel(
         )
         plan_many(
             rows_ptr, total_ptr, starts_ptr, shares_ptr, row_ends_ptr, names_ptr, seq_lens_ptr,
-            query_start_ptr, num_rows, most_rows, req_ends, req_rows, begin, count, kv_len, bundles,
-            max_kv_len, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS,
-            KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE, HEAD_LOOPS, FREE, LEAST,
-            ROW_COST, NUM_GROUPS, GROUPS, REQS, STEPS,
+            query_start_ptr, num_rows, most_rows, req_ends, req_rows, begin, count, kv_len,
+            segment_groups, max_kv_len, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
+            QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, SEGMENTS_PER_GROUP,
+            HEAD_LOOPS, DEPENDS_ON_BATCH, LEAST, ROW_COST, NUM_GROUPS, GROUPS, REQS, STEPS,
         )  # fmt: skip
     # Stored last, since nothing in this kernel depends on these.
     _store_tiles(prefill_starts_ptr, i, tile_ends, num_tiles, max_reqs, MOST_REQS)

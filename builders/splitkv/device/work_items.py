@@ -1,7 +1,7 @@
 """Work items of a step's plan on the device: their keys, their shares among programs, their stores.
 
-A work item is a ``row`` in names, and a segment group a ``bundle``. Both ways to plan call these
-functions: :mod:`builders.splitkv.device.in_one_warp` and
+A work item is a ``row`` in names, and a segment group a ``segment_group``. Both ways to plan call
+these functions: :mod:`builders.splitkv.device.in_one_warp` and
 :mod:`builders.splitkv.device.across_warps`.
 """
 
@@ -20,32 +20,32 @@ _MOST_SHARED = tl.constexpr(split_plan.MOST_SHARED)
 
 
 @triton.jit
-def bundles_of(
+def segment_groups_of(
     keys, dcp_size, dcp_rank, dcp_interleave, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
-    DCP: tl.constexpr, BUNDLE: tl.constexpr,
+    DCP: tl.constexpr, SEGMENTS_PER_GROUP: tl.constexpr,
 ):  # fmt: skip
     """Segment groups of requests with ``keys`` keys, of which DCP counts only this rank's."""
-    bundles = keys * 0 + 1
-    if BUNDLE:
+    segment_groups = keys * 0 + 1
+    if SEGMENTS_PER_GROUP:
         if DCP:
             keys = local_len(keys, dcp_size, dcp_rank, dcp_interleave)
         last_tile = tl.maximum(tl.cdiv(keys, KV_TILE) - 1, 0)
-        bundles = segment_of(last_tile * SEGMENT_UNIT) // BUNDLE + 1
-    return bundles
+        segment_groups = segment_of(last_tile * SEGMENT_UNIT) // SEGMENTS_PER_GROUP + 1
+    return segment_groups
 
 
 @triton.jit
 def row_of(
-    live, bundle, skipped, begins, counts, kv_lens, window, chunk, lookback, dcp_size, dcp_rank,
-    dcp_interleave, QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
-    WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr, DCP: tl.constexpr,
-    BUNDLE: tl.constexpr,
+    live, segment_group, skipped, begins, counts, kv_lens, window, chunk, lookback, dcp_size,
+    dcp_rank, dcp_interleave, QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr,
+    SEGMENT_UNIT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr,
+    DCP: tl.constexpr, SEGMENTS_PER_GROUP: tl.constexpr,
 ):  # fmt: skip
     """One work item of every request: its first token, tokens, first position, first KV tile, and
     KV tiles.
 
     The work item has the tokens that follow the request's ``skipped`` first ones, and the keys of
-    segment group ``bundle``. It has no KV tiles where it is not ``live``.
+    segment group ``segment_group``. It has no KV tiles where it is not ``live``.
     """
     first = tl.maximum(kv_lens - counts, 0) + skipped
     tokens = tl.minimum(counts - skipped, QUERY_TOKENS)
@@ -60,9 +60,9 @@ def row_of(
     if DCP:
         stop = local_len(stop, dcp_size, dcp_rank, dcp_interleave)
     stop_tile = tl.cdiv(stop, KV_TILE)
-    if BUNDLE:
-        first_tile = segment_start(bundle * BUNDLE) // SEGMENT_UNIT
-        past = segment_start((bundle + 1) * BUNDLE) // SEGMENT_UNIT
+    if SEGMENTS_PER_GROUP:
+        first_tile = segment_start(segment_group * SEGMENTS_PER_GROUP) // SEGMENT_UNIT
+        past = segment_start((segment_group + 1) * SEGMENTS_PER_GROUP) // SEGMENT_UNIT
         stop_tile = tl.minimum(stop_tile, past)
     # A work item without keys counts as one tile, so that some program writes its zeros.
     tiles = tl.where(live, tl.maximum(stop_tile - first_tile, 1), 0)
@@ -70,19 +70,25 @@ def row_of(
 
 
 @triton.jit
-def row_after(bundle, skipped, bundles, QUERY_TOKENS: tl.constexpr, BUNDLE: tl.constexpr):
+def row_after(
+    segment_group,
+    skipped,
+    segment_groups,
+    QUERY_TOKENS: tl.constexpr,
+    SEGMENTS_PER_GROUP: tl.constexpr,
+):
     """Segment group and skipped tokens of the next work item.
 
     All segment groups of some tokens come before the next tokens.
     """
-    if BUNDLE:
-        bundle += 1
-        is_last = bundle == bundles
-        bundle = tl.where(is_last, 0, bundle)
+    if SEGMENTS_PER_GROUP:
+        segment_group += 1
+        is_last = segment_group == segment_groups
+        segment_group = tl.where(is_last, 0, segment_group)
         skipped += tl.where(is_last, QUERY_TOKENS, 0)
     else:
         skipped += QUERY_TOKENS
-    return bundle, skipped
+    return segment_group, skipped
 
 
 @triton.jit
@@ -107,7 +113,7 @@ def _shared_tiles(total, least, most, num_groups):
 
 @triton.jit
 def sharing(
-    total, fewest, largest, num_rows, HEAD_LOOPS: tl.constexpr, FREE: tl.constexpr,
+    total, fewest, largest, num_rows, HEAD_LOOPS: tl.constexpr, DEPENDS_ON_BATCH: tl.constexpr,
     LEAST: tl.constexpr, ROW_COST: tl.constexpr, NUM_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """How the groups share a step: ``cost, total, sharers, shared``.
@@ -125,7 +131,7 @@ def sharing(
         cost = tl.where(fewest == largest, 0, ROW_COST)
     total = (total + cost * num_rows) * HEAD_LOOPS
     sharers = NUM_GROUPS
-    if FREE:
+    if DEPENDS_ON_BATCH:
         # Arrivals of groups are counted, and a group without a tile would never arrive.
         sharers = tl.maximum(tl.minimum(NUM_GROUPS, total // LEAST), 1)
     return cost, total, sharers, _shared_tiles(total, fewest, largest, sharers)
@@ -161,14 +167,14 @@ def segments_of(first_tile, tiles, SEGMENT_UNIT: tl.constexpr):
 
 @triton.jit
 def store_row(
-    rows_ptr, live, j, req, token, tokens, kv_len, first, first_tile, tiles, place, bundle, bundles,
-    SEGMENT_UNIT: tl.constexpr,
+    rows_ptr, live, j, req, token, tokens, kv_len, first, first_tile, tiles, place, segment_group,
+    segment_groups, SEGMENT_UNIT: tl.constexpr,
 ):  # fmt: skip
     """Store work items ``j``, see :data:`builders.splitkv.record.ROW_FIELDS` for the numbers."""
     part, parts = segments_of(first_tile, tiles, SEGMENT_UNIT)
     store_four(rows_ptr, j, FIELDS, 0, live, req, token, tokens, kv_len)
     store_four(rows_ptr, j, FIELDS, 4, live, first, first_tile, tiles, place)
-    store_four(rows_ptr, j, FIELDS, 8, live, part, parts, bundle, bundles)
+    store_four(rows_ptr, j, FIELDS, 8, live, part, parts, segment_group, segment_groups)
 
 
 @triton.jit
@@ -220,12 +226,12 @@ def load_four(ptr, j, STRIDE: tl.constexpr, first: tl.constexpr, mask):
 @triton.jit
 def _start_in_row(
     offset, first_tile, tiles, cost, SEGMENT_UNIT: tl.constexpr, HEAD_LOOPS: tl.constexpr,
-    FREE: tl.constexpr,
+    DEPENDS_ON_BATCH: tl.constexpr,
 ):  # fmt: skip
     """Where the first segment at or after each place among a work item's tiles is.
 
     Returns the head loop, the segment, and whether that segment is past the loop's last one, so
-    that the next loop or work item begins there. With FREE the second number is a tile.
+    that the next loop or work item begins there. With DEPENDS_ON_BATCH the second number is a tile.
     """
     loop = offset * 0
     if HEAD_LOOPS > 1:
@@ -233,7 +239,7 @@ def _start_in_row(
     within = offset - loop * (tiles + cost)
     # Always False here: a tile is never past the loop's last one.
     past = within < 0
-    if FREE:
+    if DEPENDS_ON_BATCH:
         segment = tl.maximum(within - cost, 0)
     else:
         tile = first_tile + within
@@ -250,7 +256,7 @@ def _start_in_row(
 @triton.jit
 def start_from(
     row, position, real, place, first_tile, tiles, cost, num_rows, SEGMENT_UNIT: tl.constexpr,
-    HEAD_LOOPS: tl.constexpr, FREE: tl.constexpr,
+    HEAD_LOOPS: tl.constexpr, DEPENDS_ON_BATCH: tl.constexpr,
 ):  # fmt: skip
     """Work item (times head loops) and segment where a group starts.
 
@@ -259,7 +265,7 @@ def start_from(
     """
     tiles = tl.maximum(tiles, 1)
     loop, segment, past = _start_in_row(
-        position - place, first_tile, tiles, cost, SEGMENT_UNIT, HEAD_LOOPS, FREE
+        position - place, first_tile, tiles, cost, SEGMENT_UNIT, HEAD_LOOPS, DEPENDS_ON_BATCH
     )
     row = row * HEAD_LOOPS + loop + past.to(tl.int32)
     return tl.where(real, row, num_rows * HEAD_LOOPS), tl.where(real, segment, 0)

@@ -258,7 +258,7 @@ def _hopper_tile(content: SparseContent, kernel: DecodeKernel) -> tuple[SparseTi
         return None, why
     tile = hopper_sparse_tile(shape, gpu.num_multiprocessors, case.num_tokens, options)
     if tile.hopper is None:
-        return None, "the plain kernel takes so few rows"
+        return None, "the portable kernel takes so few rows"
     return tile, why
 
 

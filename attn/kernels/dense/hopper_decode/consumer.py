@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from attn.kernels.dense.hopper_decode.finish import (
     arrive_and_fold,
     fold_states,
-    lender_of,
+    lending_group_of,
     place_of,
     slots_of,
     store_state,
@@ -273,7 +273,7 @@ def _bounds_of(work, mask, tile):
 
 
 @gluon.jit
-def _lender_for(work, plan):
+def _lending_group_for(work, plan):
     """Find the group that lends a part its state slots.
 
     Returns:
@@ -282,15 +282,17 @@ def _lender_for(work, plan):
     """
     parts = gl.load(work.fields + 9)
     is_all = (work.begin == 0) & (work.end == parts) & (gl.load(work.fields + 11) == 1)
-    lender = 0
+    lending_group = 0
     if not is_all:
-        lender = lender_of(place_of(work.fields, work.number % plan.HEAD_LOOPS, 0), plan)
-    return is_all, lender
+        lending_group = lending_group_of(
+            place_of(work.fields, work.number % plan.HEAD_LOOPS, 0), plan
+        )
+    return is_all, lending_group
 
 
 @gluon.jit
 def _attend(
-    PART: gl.constexpr, work, q, head, bounds, first_part, slots, turn, letters, query, ring, room,
+    PART: gl.constexpr, work, q, head, bounds, first_part, slots, turn, handoffs, query, ring, room,
     plan, mask, tile,
 ):  # fmt: skip
     """Attend to the segments of a part.
@@ -342,21 +344,21 @@ def _attend(
         total = gl.convert_layout(gl.sum(state.l, 1), gl.SliceLayout(1, STATE))
         of_segment = State(m=m, l=total, acc=acc)
         if PART == 1:
-            _send(of_segment, letters, room.mailbox)
+            _send(of_segment, handoffs, room.mailbox)
         else:
             if tile.CONSUMERS > 1:
-                of_segment = _with_sent(of_segment, letters, room.mailbox)
+                of_segment = _with_sent(of_segment, handoffs, room.mailbox)
             if work.begin > 0:
                 store_state(plan, slots + s - first_part, of_segment, tile, opaque_zero())
             else:
                 folded = fold_states(State(m=M, l=L, acc=A), of_segment)
                 M, L, A = folded.m, folded.l, folded.acc
-        letters += 1
-    return State(m=M, l=L, acc=A), letters
+        handoffs += 1
+    return State(m=M, l=L, acc=A), handoffs
 
 
 @gluon.jit
-def _write_or_store(is_all, work, head, state, lender, plan, out, tile):
+def _write_or_store(is_all, work, head, state, lending_group, plan, out, tile):
     """Write the output of a part that has all keys of its queries, or store its state."""
     STATE: gl.constexpr = state.acc.type.layout
     # States that are loaded at a time when a work item is folded: as many as there are registers
@@ -378,7 +380,7 @@ def _write_or_store(is_all, work, head, state, lender, plan, out, tile):
     else:
         wide_out = with_wide_strides(out)
         arrive_and_fold(
-            work, head, state, lender, plan, wide_out, tile, opaque_zero(), AT_ONCE=AT_ONCE
+            work, head, state, lending_group, plan, wide_out, tile, opaque_zero(), AT_ONCE=AT_ONCE
         )
 
 
@@ -394,7 +396,7 @@ def consume(PART: gl.constexpr, query, cache, ring, room, plan, mask, out, tile)
     first_row, begin, past_row, mine, fields = share_at(plan.shares_ptr, plan.HEADS)
     room = room.of(PART)
     turn = 0
-    letters = 0
+    handoffs = 0
     for r in range(first_row, past_row):
         work = load_work_item(r, lane, mine, fields, begin, mask, ring.KV_TILE, plan.SEGMENT_UNIT)
         if work.end > work.begin:
@@ -404,15 +406,15 @@ def consume(PART: gl.constexpr, query, cache, ring, room, plan, mask, out, tile)
             q, head = _load_queries(work, token, count, query, cache, room, plan, tile)
             bounds = _bounds_of(work, mask, tile)
             is_all = True
-            lender = 0
+            lending_group = 0
             if PART == 0:
-                is_all, lender = _lender_for(work, plan)
-            state, letters = _attend(
-                PART, work, q, head, bounds, first_part, slots_of(work, lender, plan), turn,
-                letters, query, ring, room, plan, mask, tile,
+                is_all, lending_group = _lending_group_for(work, plan)
+            state, handoffs = _attend(
+                PART, work, q, head, bounds, first_part, slots_of(work, lending_group, plan), turn,
+                handoffs, query, ring, room, plan, mask, tile,
             )  # fmt: skip
             turn += gl.maximum(work.high - work.low, 0)
             if PART == 0:
-                _write_or_store(is_all, work, head, state, lender, plan, out, tile)
+                _write_or_store(is_all, work, head, state, lending_group, plan, out, tile)
         begin = 0
         fields = plan.rows_ptr + wide(((r + 1) // plan.HEAD_LOOPS) * FIELDS)

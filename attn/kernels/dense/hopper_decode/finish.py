@@ -191,7 +191,7 @@ def _fold_parts(
 
 
 @gluon.jit
-def lender_of(place, plan):
+def lending_group_of(place, plan):
     """The first group of programs that starts behind a place among the step's KV tiles.
 
     It is the lending group of the keys that begin at that place. A group starts inside one work
@@ -211,13 +211,13 @@ def place_of(fields, loop, end):
 
 
 @gluon.jit
-def slots_of(work, lender, plan):
-    """The first state slot for the part's segments, which the group ``lender`` lends."""
-    return (lender * plan.HEADS + work.lane) * plan.AREA
+def slots_of(work, lending_group, plan):
+    """The first state slot for the part's segments, which the group ``lending_group`` lends."""
+    return (lending_group * plan.HEADS + work.lane) * plan.AREA
 
 
 @gluon.jit
-def _group_slots(work, lender, bundle, bundles, slots, plan):
+def _group_slots(work, lending_group, segment_group, segment_groups, slots, plan):
     """Say where the states of a query's segment groups go.
 
     The first group of programs that starts in the middle of their keys lends the slots. Where no
@@ -227,23 +227,23 @@ def _group_slots(work, lender, bundle, bundles, slots, plan):
         The first slot, the owning group, and whether more than one group of programs arrives.
     """
     loop = work.number % plan.HEAD_LOOPS
-    spans = bundles > 1
+    spans = segment_groups > 1
     mine_too = slots
-    owner = lender
-    if bundles > 1:
-        which = work.number // plan.HEAD_LOOPS - bundle
-        owner = lender_of(place_of(plan.rows_ptr + which * FIELDS, loop, 0), plan)
-        place = place_of(plan.rows_ptr + (which + bundles - 1) * FIELDS, loop, 1) - 1
-        spans = lender_of(place, plan) > owner
+    owner = lending_group
+    if segment_groups > 1:
+        which = work.number // plan.HEAD_LOOPS - segment_group
+        owner = lending_group_of(place_of(plan.rows_ptr + which * FIELDS, loop, 0), plan)
+        place = place_of(plan.rows_ptr + (which + segment_groups - 1) * FIELDS, loop, 1) - 1
+        spans = lending_group_of(place, plan) > owner
         lends = gl.where(spans, owner, owner - 1)
         mine_too = (lends * plan.HEADS + work.lane) * plan.AREA + plan.SLOTS
-        mine_too += (gl.where(spans, 0, plan.HEAD_LOOPS) + loop) * plan.BUNDLES
+        mine_too += (gl.where(spans, 0, plan.HEAD_LOOPS) + loop) * plan.SEGMENT_GROUPS
     return mine_too, owner, spans
 
 
 @gluon.jit
 def arrive_and_fold(
-    work, head, state, lender, plan, out, tile, zero, WARPS: gl.constexpr = 4,
+    work, head, state, lending_group, plan, out, tile, zero, WARPS: gl.constexpr = 4,
     AT_ONCE: gl.constexpr = 8,
 ):  # fmt: skip
     """Store the state of a part that lacks some keys of its queries; the last to arrive folds.
@@ -251,24 +251,26 @@ def arrive_and_fold(
     The slots and counters are those of :func:`attn.kernels.dense.decode.decode_kernel`.
     """
     parts = gl.load(work.fields + 9)
-    bundle = gl.load(work.fields + 10)
-    bundles = gl.load(work.fields + 11)
+    segment_group = gl.load(work.fields + 10)
+    segment_groups = gl.load(work.fields + 11)
     loop = work.number % plan.HEAD_LOOPS
     is_whole = (work.begin == 0) & (work.end == parts)
-    slots = slots_of(work, lender, plan)
+    slots = slots_of(work, lending_group, plan)
     after_prefix = 1
     if not is_whole:
         # Only the last program to arrive needs this number, and then without delay.
-        after_prefix = gl.load(plan.starts_ptr + 2 * lender + 1)
-    mine_too, owner, spans = _group_slots(work, lender, bundle, bundles, slots, plan)
+        after_prefix = gl.load(plan.starts_ptr + 2 * lending_group + 1)
+    mine_too, owner, spans = _group_slots(
+        work, lending_group, segment_group, segment_groups, slots, plan
+    )
     if work.begin == 0:
-        slot = gl.where(is_whole, mine_too + bundle, slots)
+        slot = gl.where(is_whole, mine_too + segment_group, slots)
         store_state(plan, slot, state, tile, zero)
     # All threads must have stored their states before the counter says so.
     thread_barrier()
     ready = is_whole
     if not is_whole:
-        counter = plan.counters_ptr + lender * plan.HEADS + work.lane
+        counter = plan.counters_ptr + lending_group * plan.HEADS + work.lane
         arrived = gl.atomic_add(counter, work.end - work.begin, sem="acq_rel", scope="gpu")
         ready = arrived + work.end - work.begin == parts
         if ready:
@@ -276,7 +278,7 @@ def arrive_and_fold(
     if ready:
         # Level 0 folds the segments of this segment group, where several programs have them. Level
         # 1 folds the segment groups.
-        for level in range(is_whole.to(gl.int32), gl.where(bundles > 1, 2, 1)):
+        for level in range(is_whole.to(gl.int32), gl.where(segment_groups > 1, 2, 1)):
             slot = slots
             after = after_prefix
             count_of = parts
@@ -284,19 +286,19 @@ def arrive_and_fold(
             if level == 1:
                 slot = mine_too
                 after = 1
-                count_of = bundles
-                goes_on = bundle + 1 == bundles
+                count_of = segment_groups
+                goes_on = segment_group + 1 == segment_groups
                 thread_barrier()
                 if spans:
                     counter = plan.counters_ptr + plan.groups * plan.HEADS
                     counter += (owner * plan.HEADS + work.lane) * plan.HEAD_LOOPS + loop
                     arrived = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-                    goes_on = arrived + 1 == bundles
+                    goes_on = arrived + 1 == segment_groups
                     if goes_on:
                         gl.store(counter, 0)
             if goes_on:
                 _fold_parts(
                     gl.load(work.fields + 1), gl.load(work.fields + 2), head, plan, out, tile, slot,
-                    after, count_of, mine_too + bundle, (level == 0) & (bundles > 1), zero, WARPS,
-                    AT_ONCE,
+                    after, count_of, mine_too + segment_group, (level == 0) & (segment_groups > 1),
+                    zero, WARPS, AT_ONCE,
                 )  # fmt: skip

@@ -107,7 +107,7 @@ def hopper_decode_kernel(
     QUERY_TOKENS: gl.constexpr,
     ROWS: gl.constexpr,
     SLOTS: gl.constexpr,
-    BUNDLES: gl.constexpr,
+    SEGMENT_GROUPS: gl.constexpr,
     AREA: gl.constexpr,
     SEGMENT_UNIT: gl.constexpr,
     KV_TILE: gl.constexpr,
@@ -144,8 +144,8 @@ def hopper_decode_kernel(
     plan = Plan(
         rows_ptr=rows_ptr, total_ptr=total_ptr, starts_ptr=starts_ptr, shares_ptr=shares_ptr,
         counters_ptr=counters_ptr, states_ptr=states_ptr, sums_ptr=sums_ptr, groups=groups,
-        HEADS=HEADS, HEAD_LOOPS=HEAD_LOOPS, HEAD_TILES=HEAD_TILES, SLOTS=SLOTS, BUNDLES=BUNDLES,
-        AREA=AREA, SEGMENT_UNIT=SEGMENT_UNIT,
+        HEADS=HEADS, HEAD_LOOPS=HEAD_LOOPS, HEAD_TILES=HEAD_TILES, SLOTS=SLOTS,
+        SEGMENT_GROUPS=SEGMENT_GROUPS, AREA=AREA, SEGMENT_UNIT=SEGMENT_UNIT,
     )  # fmt: skip
     out = Out(
         out_ptr=out_ptr, lse_ptr=lse_ptr, sinks_ptr=sinks_ptr, output_scale_ptr=output_scale_ptr,
@@ -188,13 +188,13 @@ def hopper_decode_kernel(
         gl.SwizzledSharedLayout(8, 1, 8, [1, 0]),
     )
     # The mailbox: the second consumer's state (output, maxima, sums) on its way to the first.
-    LETTER: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
-    letter = gl.allocate_shared_memory(
-        gl.float32, [1, ROWS if CONSUMERS > 1 else 8, SIZE if CONSUMERS > 1 else 32], LETTER
+    MAILBOX: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    mailbox_acc = gl.allocate_shared_memory(
+        gl.float32, [1, ROWS if CONSUMERS > 1 else 8, SIZE if CONSUMERS > 1 else 32], MAILBOX
     )
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    letter_top = gl.allocate_shared_memory(gl.float32, [ROWS], FLAT)
-    letter_sum = gl.allocate_shared_memory(gl.float32, [ROWS], FLAT)
+    mailbox_top = gl.allocate_shared_memory(gl.float32, [ROWS], FLAT)
+    mailbox_sums = gl.allocate_shared_memory(gl.float32, [ROWS], FLAT)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -233,7 +233,7 @@ def hopper_decode_kernel(
         k_full=k_full, v_full=v_full, empty=empty, STAGES=STAGES, HALVES=HALVES, KV_TILE=KV_TILE,
         RUN=RUN,
     )  # fmt: skip
-    mailbox = Mailbox(acc=letter, top=letter_top, sums=letter_sum, sent=sent, taken=taken)
+    mailbox = Mailbox(acc=mailbox_acc, top=mailbox_top, sums=mailbox_sums, sent=sent, taken=taken)
     room = Room(exchange=exchange, turned=turned, queries=queries, mailbox=mailbox)
     if CONSUMERS == 1:
         gl.warp_specialize(

@@ -120,7 +120,7 @@ _PLANNED = (
     "QUERY_TOKENS",
     "ROWS",
     "SLOTS",
-    "BUNDLES",
+    "SEGMENT_GROUPS",
     "AREA",
     "KV_TILE",
     "SEGMENT_UNIT",

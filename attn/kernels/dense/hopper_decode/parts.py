@@ -42,10 +42,20 @@ def load_work_item(
     r, lane, mine, fields, begin, mask, KV_TILE: gl.constexpr, SEGMENT_UNIT: gl.constexpr
 ):
     """Load the program's part of work item ``r``; the part begins with segment ``begin`` of it."""
-    req, count, kv_len, first, first_part, parts, bundle = walked_fields(fields, True)
+    req, count, kv_len, first, first_part, parts, segment_group = walked_fields(fields, True)
     end = gl.where(r == gl.load(mine + 2), gl.load(mine + 3), parts)
     last, causal, start, low, high = tiles_of(
-        begin, end, req, count, kv_len, first, first_part, bundle, mask, KV_TILE, SEGMENT_UNIT
+        begin,
+        end,
+        req,
+        count,
+        kv_len,
+        first,
+        first_part,
+        segment_group,
+        mask,
+        KV_TILE,
+        SEGMENT_UNIT,
     )
     return Work(
         number=r, lane=lane, fields=fields, begin=begin, end=end, req=req, kv_len=kv_len,
@@ -69,13 +79,13 @@ def walked_fields(fields, there_is):
     first = gl.load(fields + 4, mask=there_is, other=0)
     first_part = gl.load(fields + 8, mask=there_is, other=0)
     parts = gl.load(fields + 9, mask=there_is, other=0)
-    bundle = gl.load(fields + 10, mask=there_is, other=0)
-    return req, count, kv_len, first, first_part, parts, bundle
+    segment_group = gl.load(fields + 10, mask=there_is, other=0)
+    return req, count, kv_len, first, first_part, parts, segment_group
 
 
 @gluon.jit
 def tiles_of(
-    begin, end, req, count, kv_len, first, first_part, bundle, mask, KV_TILE: gl.constexpr,
+    begin, end, req, count, kv_len, first, first_part, segment_group, mask, KV_TILE: gl.constexpr,
     SEGMENT_UNIT: gl.constexpr,
 ):  # fmt: skip
     """Say which tiles of keys are walked for the segments ``[begin, end)`` of a work item.
@@ -88,7 +98,7 @@ def tiles_of(
     causal, start, stop = mask.keys_seen(req, first, last, kv_len)
     low = gl.maximum(segment_start(first_part + begin) // SEGMENT_UNIT, start // KV_TILE)
     # A layer whose window is longer than the plan's starts before the plan's first segment.
-    is_first = (begin == 0) & (bundle == 0)
+    is_first = (begin == 0) & (segment_group == 0)
     low = gl.where(is_first, start // KV_TILE, low)
     high = gl.minimum(
         segment_start(first_part + end) // SEGMENT_UNIT, (stop + KV_TILE - 1) // KV_TILE

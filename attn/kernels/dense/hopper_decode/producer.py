@@ -57,19 +57,19 @@ def produce(cache, ring, plan, mask):
     # microsecond each.
     next_row = gl.load(mine + 2)
     next_segment = gl.load(mine + 3)
-    req, count, kv_len, first, first_part, parts, bundle = walked_fields(fields, True)
+    req, count, kv_len, first, first_part, parts, segment_group = walked_fields(fields, True)
     turn = 0
     for r in range(first_row, past_row):
         end = gl.where(r == next_row, next_segment, parts)
         _, _, start, low, high = tiles_of(
-            begin, end, req, count, kv_len, first, first_part, bundle, mask, ring.KV_TILE,
+            begin, end, req, count, kv_len, first, first_part, segment_group, mask, ring.KV_TILE,
             plan.SEGMENT_UNIT,
         )  # fmt: skip
         kv_head = ((r % plan.HEAD_LOOPS) * plan.HEADS + lane) // plan.HEAD_TILES
         # A table has fewer than 2^31 entries.
         table = cache.table_ptr + req * cache.table_row
         own_len = kv_len
-        req, count, kv_len, first, first_part, parts, bundle = walked_fields(
+        req, count, kv_len, first, first_part, parts, segment_group = walked_fields(
             plan.rows_ptr + ((r + 1) // plan.HEAD_LOOPS) * FIELDS, r + 1 < past_row
         )
         pages = pages_of(table, low, start, own_len, ring.KV_TILE, ring.RUN, cache.BLOCK_SIZE)

@@ -1,8 +1,8 @@
 """Producers of 8-bit caches: warp groups that make operands of 16 bits of keys and values.
 
-Bytes go from the cache to registers and from there, widened, to where products read them. By way of
-shared memory, as TMA would bring them, they would cross it twice more: the products themselves need
-most of what it can deliver.
+Bytes go from the cache to registers and from there, dequantised, to where products read them. By
+way of shared memory, as TMA would bring them, they would cross it twice more: the products
+themselves need most of what it can deliver.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _E5M2_BF16 = _ptx(
 
 
 @gluon.jit
-def _widened(words, KIND: gl.constexpr, DTYPE: gl.constexpr):
+def _dequantised(words, KIND: gl.constexpr, DTYPE: gl.constexpr):
     """Words of four bytes as twice as many of two numbers of 16 bits."""
     if KIND == _E5M2:
         gl.static_assert(DTYPE.is_bf16(), "fp16 has e5m2's infinities")
@@ -124,10 +124,10 @@ def _words(rows, pages, key_tile, cache, shape, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _put(words, turn, ring, KIND: gl.constexpr, DTYPE: gl.constexpr):
-    """Widen a tile into the ring's stage of ``turn``."""
+    """Dequantise a tile into the ring's stage of ``turn``."""
     stage = turn % ring.STAGES
     ring.wait_empty(turn)
-    ring.words.index(stage).store(_widened(words, KIND, DTYPE))
+    ring.words.index(stage).store(_dequantised(words, KIND, DTYPE))
     # Generic stores before wgmma reads them.
     fence_async_shared()
     mbarrier.arrive(ring.full.index(stage), count=1)
@@ -204,7 +204,8 @@ def convert_values(queries, ring, stored_values, cache, shape):
     """A warp group beside :func:`convert`, for values, which is told as the consumers are.
 
     Each waits for its loads in the other's time. One warp group for both had no loads under way
-    while it widened: ptxas counts all loads of a loop on one scoreboard, and waits for all of them.
+    while it dequantised: ptxas counts all loads of a loop on one scoreboard, and waits for all of
+    them.
     """
     turn = 0
     done = 0

@@ -17,7 +17,7 @@ from builders.dense.choice import (
     LATENT_OPTION,
     prefill_kernel_of,
 )
-from builders.dense.widened import widened_value_type
+from builders.dense.dequantised import dequantised_value_type
 from builders.launch.launcher import Launcher
 from builders.splitkv.record import HopperPlan
 from builders.splitkv.tiles import HopperTile
@@ -116,7 +116,7 @@ class HopperLauncher(HopperVariants[HopperPlan]):
         key, value, of_values = tensors.keys.key, tensors.keys.value, tensors.keys.value.dtype
         narrow = layer.cache_dtype.is_quantized
         if narrow:
-            of_values = widened_value_type(layer.cache_dtype, tensors.query.dtype)
+            of_values = dequantised_value_type(layer.cache_dtype, tensors.query.dtype)
         fixed: dict[str, Any] = {
             "out_token": output.stride(0),
             "out_head": output.stride(1),

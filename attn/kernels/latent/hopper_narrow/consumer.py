@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from attn.kernels.dense.hopper_decode.finish import (
     arrive_and_fold,
     fold_states,
-    lender_of,
+    lending_group_of,
     place_of,
     slots_of,
     store_state,
@@ -295,14 +295,14 @@ def _joined(even0, odd0, even1, odd1, E4M3: gl.constexpr):
 @gluon.jit
 def consume_narrow(
     query_ptr, q_left, q_right, q_rope, k_left, k_right, k_rope, v_left, v_right, left_rows,
-    right_rows, exchange, turned, full, empty, out_ptr, lse_ptr, k_scale_ptr, rows_ptr,
-    total_ptr, starts_ptr, shares_ptr, counters_ptr, states_ptr, sums_ptr, factor, groups,
-    HEADS: gl.constexpr, HEAD_LOOPS: gl.constexpr, GROUP: gl.constexpr, TILE_HEADS: gl.constexpr,
-    QUERY_TOKENS: gl.constexpr, SLOTS: gl.constexpr, BUNDLES: gl.constexpr, AREA: gl.constexpr,
-    SEGMENT_UNIT: gl.constexpr, KV_TILE: gl.constexpr, RUN: gl.constexpr, STAGES: gl.constexpr,
-    QUERY_TOKEN: gl.constexpr, QUERY_HEAD: gl.constexpr, OUT_TOKEN: gl.constexpr,
-    OUT_HEAD: gl.constexpr, LSE_TOKEN: gl.constexpr, FINISH_ROWS: gl.constexpr,
-    FINISH_WIDTH: gl.constexpr, LSE: gl.constexpr, E4M3: gl.constexpr,
+    right_rows, exchange, turned, full, empty, out_ptr, lse_ptr, k_scale_ptr, rows_ptr, total_ptr,
+    starts_ptr, shares_ptr, counters_ptr, states_ptr, sums_ptr, factor, groups, HEADS: gl.constexpr,
+    HEAD_LOOPS: gl.constexpr, GROUP: gl.constexpr, TILE_HEADS: gl.constexpr,
+    QUERY_TOKENS: gl.constexpr, SLOTS: gl.constexpr, SEGMENT_GROUPS: gl.constexpr,
+    AREA: gl.constexpr, SEGMENT_UNIT: gl.constexpr, KV_TILE: gl.constexpr, RUN: gl.constexpr,
+    STAGES: gl.constexpr, QUERY_TOKEN: gl.constexpr, QUERY_HEAD: gl.constexpr,
+    OUT_TOKEN: gl.constexpr, OUT_HEAD: gl.constexpr, LSE_TOKEN: gl.constexpr,
+    FINISH_ROWS: gl.constexpr, FINISH_WIDTH: gl.constexpr, LSE: gl.constexpr, E4M3: gl.constexpr,
 ):  # fmt: skip
     """Process the program's share of the plan."""
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, _WARPS], [16, 8])
@@ -311,8 +311,8 @@ def consume_narrow(
     plan = Plan(
         rows_ptr=rows_ptr, total_ptr=total_ptr, starts_ptr=starts_ptr, shares_ptr=shares_ptr,
         counters_ptr=counters_ptr, states_ptr=states_ptr, sums_ptr=sums_ptr, groups=groups,
-        HEADS=HEADS, HEAD_LOOPS=HEAD_LOOPS, HEAD_TILES=1, SLOTS=SLOTS, BUNDLES=BUNDLES, AREA=AREA,
-        SEGMENT_UNIT=SEGMENT_UNIT,
+        HEADS=HEADS, HEAD_LOOPS=HEAD_LOOPS, HEAD_TILES=1, SLOTS=SLOTS,
+        SEGMENT_GROUPS=SEGMENT_GROUPS, AREA=AREA, SEGMENT_UNIT=SEGMENT_UNIT,
     )  # fmt: skip
     out = Out(
         out_ptr=out_ptr, lse_ptr=lse_ptr, sinks_ptr=None, output_scale_ptr=None,
@@ -355,10 +355,10 @@ def consume_narrow(
             L = gl.zeros([16], gl.float32, gl.SliceLayout(1, STATE))
             parts = gl.load(fields + 9)
             is_all = (begin == 0) & (work.end == parts) & (gl.load(fields + 11) == 1)
-            lender = 0
+            lending_group = 0
             if not is_all:
-                lender = lender_of(place_of(fields, r % HEAD_LOOPS, 0), plan)
-            slots = slots_of(work, lender, plan)
+                lending_group = lending_group_of(place_of(fields, r % HEAD_LOOPS, 0), plan)
+            slots = slots_of(work, lending_group, plan)
             # The plan is causal like the kernel: every segment has a key that some row sees.
             seen = segment_of(low * SEGMENT_UNIT)
             unseen = segment_of(gl.maximum(high - 1, 0) * SEGMENT_UNIT) + 1
@@ -402,6 +402,6 @@ def consume_narrow(
                 write_state(whole, at, heads, wanted, column, v_factor, out)
             else:
                 head = Head(kv_head=0, in_group=in_group, natural=natural, v_factor=v_factor)
-                arrive_and_fold(work, head, whole, lender, plan, out, sizes, 0, _WARPS)
+                arrive_and_fold(work, head, whole, lending_group, plan, out, sizes, 0, _WARPS)
         begin = 0
         fields = rows_ptr + wide(((r + 1) // HEAD_LOOPS) * FIELDS)

@@ -46,7 +46,7 @@ def check_serves(
     shape, block_size, asks = asked(layer, step, tensors)
     # A plan that cuts items freely (the wide kernel's) was not asked to be batch invariant. Few
     # query rows get the narrow kernel either way.
-    asks = replace(asks, batch_invariant=not plan.is_free)
+    asks = replace(asks, batch_invariant=not plan.depends_on_batch)
     # A tile has all the query tokens that were asked for, or as many as fit.
     tokens, wanted = plan.tile.query_tokens, DecodeKernel.HOPPER
     tile, _ = latent_kernel_of(shape, DeviceKind.SM90, block_size, tokens, asks, wanted)
@@ -104,7 +104,7 @@ class HopperLatentLauncher(HopperVariants[SplitPlan]):
         attends = self.bind(plan, step, tensors, varying, key, check)
         if attends is None:
             raise ValueError("the plan is for the Hopper kernel, which does not serve the layer")
-        if not plan.is_free:
+        if not plan.depends_on_batch:
             return (attends,)
         fold = self._folds.get(attends.launcher)
         if fold is None:
@@ -125,7 +125,7 @@ class HopperLatentLauncher(HopperVariants[SplitPlan]):
         assert plan.hopper is not None
         rows = varying["key_ptr"][:, :, 0]
         varying["k_desc"] = self._descriptors.of("k", rows, (1, plan.hopper.run, COLUMNS))
-        if plan.is_free:
+        if plan.depends_on_batch:
             varying["cache_ptr"] = rows
         else:
             # The rotary part of e4m3 rows is 32 words of two elements; else it is 64 elements.
@@ -158,7 +158,7 @@ class HopperLatentLauncher(HopperVariants[SplitPlan]):
             "RUN": plan.hopper.run,
             "LSE": lse is not None,
         }
-        if plan.is_free:
+        if plan.depends_on_batch:
             fixed |= {
                 "cache_block": rows.stride(0),
                 # With one head tile, one program reads a work item's keys, and memory is the limit:
@@ -172,7 +172,7 @@ class HopperLatentLauncher(HopperVariants[SplitPlan]):
                 hopper_mla_kernel, fixed, varying, groups=_PLAN, num_warps=4, waits=True
             )
         fixed |= {name: constants[name] for name in _SEGMENTED} | {
-            "AREA": area_of(plan.slots, plan.bundles, plan.head_loops),
+            "AREA": area_of(plan.slots, plan.segment_groups, plan.head_loops),
             "STAGES": plan.hopper.num_stages,
             "E4M3": self._layer.cache_dtype.is_quantized,
             "FINISH_WIDTH": min(_WIDTH, FINISH_CELLS // constants["FINISH_ROWS"]),
@@ -200,7 +200,7 @@ def _new_fold(plan: SplitPlan, attends: Launcher, tensors: DenseTensors) -> Laun
 _PLAN = {"plan": PLAN_POINTERS}
 _OUTPUTS = ("OUT_TOKEN", "OUT_HEAD", "LSE_TOKEN", "LSE")
 _PLANNED = ("HEADS", "HEAD_LOOPS", "TILE_HEADS", "QUERY_TOKENS")
-_SEGMENTED = ("groups", "SLOTS", "BUNDLES", "SEGMENT_UNIT", "KV_TILE", "FINISH_ROWS")
+_SEGMENTED = ("groups", "SLOTS", "SEGMENT_GROUPS", "SEGMENT_UNIT", "KV_TILE", "FINISH_ROWS")
 _VARYING = (
     "k_desc",
     "query_ptr",

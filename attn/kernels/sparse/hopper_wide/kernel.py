@@ -18,9 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attn.kernels.lang.constants import LOG2E
 from attn.kernels.sparse.hopper_wide.consumer import consume_listed
+from attn.kernels.sparse.hopper_wide.dequantise import STORED_BLOCKS
 from attn.kernels.sparse.hopper_wide.parts import THREADS
 from attn.kernels.sparse.hopper_wide.producer import produce_listed
-from attn.kernels.sparse.hopper_wide.widen import STORED_BLOCKS
 
 
 @gluon.jit(

@@ -1,7 +1,7 @@
 """The producer of the wide Hopper sparse kernel: a warp group that gathers queries and listed rows.
 
 Rows of 16 bits are copied unchanged, 16 bytes by each thread, and the copies themselves arrive at
-barriers. Rows of e4m3 are converted by :mod:`attn.kernels.sparse.hopper_wide.widen`.
+barriers. Rows of e4m3 are converted by :mod:`attn.kernels.sparse.hopper_wide.dequantise`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attn.kernels.dense.hopper_prefill.scheduler import wide
 from attn.kernels.lang.compat import arrive_behind_gathers, async_gather, reinterpret
+from attn.kernels.sparse.hopper_wide.dequantise import begin_rows, dequantise_rows
 from attn.kernels.sparse.hopper_wide.parts import (
     BLOCK,
     HALF,
@@ -21,7 +22,6 @@ from attn.kernels.sparse.hopper_wide.parts import (
     work_at,
     works_of,
 )
-from attn.kernels.sparse.hopper_wide.widen import begin_rows, widen_rows
 from attn.kernels.sparse.listed_rows import row_offsets
 
 
@@ -149,7 +149,7 @@ def produce_listed(
             )  # fmt: skip
             walks += 1
             if SCALED:
-                turn, count = widen_rows(
+                turn, count = dequantise_rows(
                     ids0, ids1, ids2, ids3, ids4, mine, latent_ptr, low, high, end, turn, count,
                     left_boxes, right_boxes, rope_boxes, stored, gaps, full, empty, BLOCK_SIZE,
                     BLOCK_UNITS, ROW_UNITS, ROPE_AT, SCALES_AT,

@@ -7,12 +7,12 @@ from unittest import mock
 import pytest
 import torch
 
-from attn.kernels.cache.widen import widen_launcher
+from attn.kernels.cache.dequantise import dequantise_launcher
 from attn.kernels.lang.stored import E4M3, E5M2, PLAIN
-from builders.dense import widened
-from builders.dense.widened import write_widened_pages
+from builders.dense import dequantised
+from builders.dense.dequantised import write_dequantised_pages
 from builders.device import interprets
-from builders.splitkv.record import WidenedKeys
+from builders.splitkv.record import DequantisedKeys
 from specs.dtypes import CacheDType, DType
 from specs.kv_cache import FullAttentionSpec
 from specs.layouts import KVOrder, KVPacking, KVViews, split_kv_cache
@@ -36,7 +36,7 @@ KINDS = {CacheDType.FP8_E4M3: E4M3, CacheDType.FP8_E5M2: E5M2}
         (CacheDType.FP8_E5M2, 64, 32),
     ],
 )
-def test_every_live_row_is_widened_exactly(
+def test_every_live_row_is_dequantised_exactly(
     cache: CacheDType,
     size: int,
     block_size: int,
@@ -71,7 +71,7 @@ def test_every_live_row_is_widened_exactly(
         for block in range(starts_of_keys[row] // block_size, -(-kv_len // block_size)):
             table[row, block] = next(ids)
     wide = [torch.full((8, HEADS, PAGE, size), 7.0, dtype=dtype) for _ in range(2)]
-    pages = WidenedKeys(
+    pages = DequantisedKeys(
         wide[0].transpose(1, 2),
         wide[1].transpose(1, 2),
         torch.zeros(4, 4, dtype=torch.int32),
@@ -81,7 +81,7 @@ def test_every_live_row_is_widened_exactly(
     )
     _write_pages(starts, lens, pages, window)
     words = views.key.view(torch.int16), views.value.view(torch.int16)
-    launcher = widen_launcher(words, pages, KINDS[cache], PLAIN)
+    launcher = dequantise_launcher(words, pages, KINDS[cache], PLAIN)
     varying = {
         "key_ptr": words[0],
         "value_ptr": words[1],
@@ -98,11 +98,11 @@ def test_every_live_row_is_widened_exactly(
 
 
 def _write_pages(
-    starts: torch.Tensor, lens: torch.Tensor, pages: WidenedKeys, window: int | None
+    starts: torch.Tensor, lens: torch.Tensor, pages: DequantisedKeys, window: int | None
 ) -> None:
     """Write the table of pages as the builder does, with smaller pages."""
-    with mock.patch.object(widened, "PAGE", PAGE):
-        write_widened_pages(starts, lens, pages, 16, window)
+    with mock.patch.object(dequantised, "PAGE", PAGE):
+        write_dequantised_pages(starts, lens, pages, 16, window)
 
 
 def _check(
@@ -111,7 +111,7 @@ def _check(
     table: torch.Tensor,
     lens: torch.Tensor,
     starts_of_keys: list[int],
-    pages: WidenedKeys,
+    pages: DequantisedKeys,
     block_size: int,
 ) -> None:
     used = int(pages.total)
@@ -134,10 +134,10 @@ def _check(
                 assert torch.equal(found.nan_to_num(3.0), expected.nan_to_num(3.0))
 
 
-WIDENED = [variant for variant in HOPPER_VARIANTS if variant.kernel is Kernel.WIDEN]
+DEQUANTISED = [variant for variant in HOPPER_VARIANTS if variant.kernel is Kernel.DEQUANTISE]
 
 
-@pytest.mark.parametrize("variant", WIDENED, ids=lambda variant: variant.of)
+@pytest.mark.parametrize("variant", DEQUANTISED, ids=lambda variant: variant.of)
 def test_every_page_of_the_step_has_a_program(variant: Variant) -> None:
     """Two requests of 41 keys have one page each.
 

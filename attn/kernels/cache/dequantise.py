@@ -18,14 +18,14 @@ from builders.launch.launcher import Launcher
 from specs.base import power_of_two
 
 if TYPE_CHECKING:
-    from builders.splitkv.record import WidenedKeys
+    from builders.splitkv.record import DequantisedKeys
 
 _TOKENS = 32
 """Tokens that a program holds in registers at a time."""
 
 
 @triton.jit
-def _widen_rows(
+def _dequantise_rows(
     rows_ptr,
     out_ptr,
     blocks,
@@ -60,7 +60,7 @@ def _widen_rows(
     do_not_specialize=["table_row"],
     do_not_specialize_on_alignment=["sources_ptr", "total_ptr", "table_ptr", "seq_lens_ptr"],
 )
-def widen_kernel(
+def dequantise_kernel(
     key_ptr,
     value_ptr,
     wide_key_ptr,
@@ -109,11 +109,11 @@ def widen_kernel(
             live = written & (token >= seen)
             block = tl.load(row_ptr + token // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
             inside = (token % BLOCK_SIZE).to(tl.int64)
-            _widen_rows(
+            _dequantise_rows(
                 key_ptr + head * k_head, wide_key_ptr, block, inside, place + here, live, written,
                 k_block, k_token, K_SIZE, K_WORDS, KIND, DECODE,
             )  # fmt: skip
-            _widen_rows(
+            _dequantise_rows(
                 value_ptr + head * v_head, wide_value_ptr, block, inside, place + here, live,
                 written, v_block, v_token, V_SIZE, V_WORDS, KIND, DECODE,
             )  # fmt: skip
@@ -132,20 +132,20 @@ _VARYING = (
 )
 
 
-def widen_launcher(
-    words: tuple[Any, Any], widened: WidenedKeys, kind: int, decode: int
+def dequantise_launcher(
+    words: tuple[Any, Any], dequantised: DequantisedKeys, kind: int, decode: int
 ) -> Launcher:
-    """The launcher of :func:`widen_kernel` for one layer.
+    """The launcher of :func:`dequantise_kernel` for one layer.
 
     Args:
         words: keys and values ``[N, P, Hk, D / 2]`` of the cache, as 16-bit words.
-        widened: the workspace.
+        dequantised: the workspace.
         kind: how the cache stores its elements, a kind of :mod:`attn.kernels.lang.stored`.
         decode: PLAIN, PTX or PTX_SM89 of that module.
     """
     key, value = words
-    page, heads, k_size = widened.key.shape[1:]
-    v_size = widened.value.shape[3]
+    page, heads, k_size = dequantised.key.shape[1:]
+    v_size = dequantised.value.shape[3]
     fixed: dict[str, Any] = {
         "HEADS": heads,
         "BLOCK_SIZE": key.shape[1],
@@ -161,4 +161,4 @@ def widen_launcher(
     for name, rows in (("k", key), ("v", value)):
         axes = zip(("block", "token", "head"), rows.stride()[:3], strict=True)
         fixed |= {f"{name}_{axis}": stride for axis, stride in axes}
-    return Launcher(widen_kernel, fixed, _VARYING)
+    return Launcher(dequantise_kernel, fixed, _VARYING)

@@ -28,7 +28,7 @@ _PAIR = tl.constexpr("cvt.rn.bf16x2.f32 $0, $1, $1;")
 
 
 @gluon.jit
-def widen_scaled(words, factors):
+def dequantise_scaled(words, factors):
     """Words of four e4m3 ``[KV, N]`` become words of two bf16 ``[KV, 2 N]``, multiplied by an fp32
     factor for each row ``[KV]``.
     """
@@ -68,10 +68,10 @@ def _load_half(memory, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _widened(words, by, by_second):
+def _dequantised(words, by, by_second):
     """Convert half of a block's latents to words of two bf16, multiplied by their scales."""
     KEYS: gl.constexpr = words[0].shape[0]
-    both = gl.join(widen_scaled(words[0], by), widen_scaled(words[1], by_second))
+    both = gl.join(dequantise_scaled(words[0], by), dequantise_scaled(words[1], by_second))
     return gl.reshape(gl.permute(both, (0, 2, 1)), [KEYS, 128])
 
 
@@ -151,7 +151,7 @@ def begin_rows(
 
 
 @gluon.jit
-def widen_rows(
+def dequantise_rows(
     ids0, ids1, ids2, ids3, ids4, mine, latent_ptr, low, high, end, turn, count, left_boxes,
     right_boxes, rope_boxes, stored, gaps, full, empty, BLOCK_SIZE: gl.constexpr,
     BLOCK_UNITS: gl.constexpr, ROW_UNITS: gl.constexpr, ROPE_AT: gl.constexpr,
@@ -181,7 +181,7 @@ def widen_rows(
             f0, f1, f2, f3 = _load_scales(
                 stored[3].index(count % STORED_BLOCKS), gl.SliceLayout(1, WORDS)
             )
-            wide_left = _widened(words, f0, f1)
+            wide_left = _dequantised(words, f0, f1)
             # A fresh barrier lets parity 1 pass at once. Loads come after the barrier, since the
             # compiler would wait for them before it.
             mbarrier.wait(empty.index(2 + b), (turn & 1) ^ 1)
@@ -191,7 +191,7 @@ def widen_rows(
             _copy_rest(ids2, rows, stored, place, ROPE_AT, SCALES_AT, _COPY)
             async_copy.wait_group(_AHEAD - 1)
             thread_barrier()
-            wide_right = _widened(second, f2, f3)
+            wide_right = _dequantised(second, f2, f3)
             # When the right half is free, the rope and the gaps are free too.
             mbarrier.wait(empty.index(4 + b), (turn & 1) ^ 1)
             rotary = stored[2].index(count % STORED_BLOCKS).load(WORDS)

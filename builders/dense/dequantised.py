@@ -1,10 +1,10 @@
 """The workspace where keys and values of a quantised cache are dequantised for a step's prefills.
 
-``widened`` in names means dequantised. The Hopper prefill kernel multiplies 16-bit elements. It can
-dequantise the keys of every tile, but then all query tiles of a request dequantise the same keys.
-With many new tokens it is cheaper to dequantise them once per layer, into a workspace that is a
-paged cache itself. Its pages follow one another, request after request. A request's pages begin
-with the page of the first key that its window leaves visible.
+The Hopper prefill kernel multiplies 16-bit elements. It can dequantise the keys of every tile, but
+then all query tiles of a request dequantise the same keys. With many new tokens it is cheaper to
+dequantise them once per layer, into a workspace that is a paged cache itself. Its pages follow one
+another, request after request. A request's pages begin with the page of the first key that its
+window leaves visible.
 
 The host's lengths decide whether a step has a workspace and how many pages are in use, so they have
 to be exact. The device writes the tables from its own lengths. The decision depends on the whole
@@ -21,7 +21,7 @@ import torch
 from builders.batch import CommonAttentionMetadata
 from builders.buffers import GraphBuffers
 from builders.device import interprets
-from builders.splitkv.record import SplitLimits, WidenedKeys
+from builders.splitkv.record import DequantisedKeys, SplitLimits
 from builders.splitkv.tiles import DenseShape
 from specs.base import cdiv, power_of_two
 from specs.dtypes import CacheDType
@@ -39,7 +39,7 @@ _TILE = 256
 """Table entries that a program of the kernel writes at most."""
 
 
-def widened_value_type(cache_dtype: CacheDType, dtype: torch.dtype) -> torch.dtype:
+def dequantised_value_type(cache_dtype: CacheDType, dtype: torch.dtype) -> torch.dtype:
     """Type of dequantised values, and of the softmax weights that multiply them.
 
     It is the model's type over a cache of e5m2, and fp16 over other caches. The workspace and tiles
@@ -65,7 +65,7 @@ class HostRows:
     """Query rows of a KV head that see a key, on average over the keys."""
 
 
-class WidenedPages:
+class DequantisedPages:
     """The workspace of one KV cache group, and its tables, allocated once."""
 
     def __init__(
@@ -104,7 +104,7 @@ class WidenedPages:
         buffers.declare("sources", (self.capacity, 3), int32)
         buffers.declare("total", (1,), int32)
         # Within a page the keys of a head are contiguous, so one request to memory fetches them.
-        of_values = widened_value_type(cache_dtype, dtype)
+        of_values = dequantised_value_type(cache_dtype, dtype)
         kinds = ("key", shape.head_size, dtype), ("value", shape.head_size_v, of_values)
         for name, size, kind in kinds:
             buffers.declare(name, (self.capacity, shape.num_kv_heads, PAGE, size), kind)
@@ -122,12 +122,12 @@ class WidenedPages:
         if self.window is not None:
             first = (keys - queries - (self.window - 1)).clamp(min=0) // PAGE
             seen = keys.clamp(max=self.window)
-        widened = int((keys - first * PAGE).sum())
+        dequantised = int((keys - first * PAGE).sum())
         pairs = int((queries * seen).sum())
         pages = int(((keys + (PAGE - 1)) // PAGE - first).sum())
-        return HostRows(pages, self._group * pairs / max(widened, 1))
+        return HostRows(pages, self._group * pairs / max(dequantised, 1))
 
-    def plan(self, batch: CommonAttentionMetadata) -> WidenedKeys | None:
+    def plan(self, batch: CommonAttentionMetadata) -> DequantisedKeys | None:
         """The workspace of a step; one launch writes its tables.
 
         None if fewer than ``LEAST_ROWS`` query rows see a key, if the workspace is too small, or if
@@ -147,7 +147,7 @@ class WidenedPages:
 
     def of(
         self, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, pages: int
-    ) -> WidenedKeys | None:
+    ) -> DequantisedKeys | None:
         """The workspace of a step with ``pages`` pages in use; None where it is too small.
 
         Args:
@@ -160,31 +160,31 @@ class WidenedPages:
         buffers, reqs = self.buffers, len(seq_lens)
         table = buffers.view("table", reqs, buffers["table"].shape[1])
         key, value = (buffers[name].transpose(1, 2) for name in ("key", "value"))
-        made = WidenedKeys(key, value, table, buffers["sources"], buffers["total"], pages)
+        made = DequantisedKeys(key, value, table, buffers["sources"], buffers["total"], pages)
         launched = buffers.device.type == "cuda" or interprets()
-        write = launch_widened_pages if launched else write_widened_pages
+        write = launch_dequantised_pages if launched else write_dequantised_pages
         most = self._limits.max_num_seqs
         write(query_start_loc, seq_lens, made, self.short_query, self.window, most)
         return made
 
 
-def launch_widened_pages(
+def launch_dequantised_pages(
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
-    pages: WidenedKeys,
+    pages: DequantisedKeys,
     short_query: int,
     window: int | None,
     max_num_seqs: int,
 ) -> None:
-    """Write the workspace's tables by one kernel; its twin is :func:`write_widened_pages`."""
+    """Write the workspace's tables by one kernel; its twin is :func:`write_dequantised_pages`."""
     from builders.launch.launcher import launcher_of
-    from builders.pages.device import widened_pages_kernel
+    from builders.pages.device import dequantised_pages_kernel
 
     reqs, width = pages.table.shape
     if reqs == 0:
         return
     launch = launcher_of(
-        widened_pages_kernel,
+        dequantised_pages_kernel,
         PAGE_SIZE=PAGE,
         WINDOW=window is not None,
         REQS=power_of_two(max_num_seqs),
@@ -205,10 +205,10 @@ def launch_widened_pages(
     )
 
 
-def write_widened_pages(
+def write_dequantised_pages(
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
-    pages: WidenedKeys,
+    pages: DequantisedKeys,
     short_query: int,
     window: int | None,
     max_num_seqs: int = 0,
