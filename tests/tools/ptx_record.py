@@ -3,6 +3,7 @@
     python -m tests.tools.ptx_record write build/before.json
     python -m tests.tools.ptx_record write build/after.json --like build/before.json
     python -m tests.tools.ptx_record compare build/before.json build/after.json
+    python -m tests.tools.ptx_record write build/decode.json --only "^decode_kernel$"
 
 A record holds two hashes for each launch of :func:`launches`, Triton version and compute
 capability: of Triton's own intermediate code with the compile options, and of the PTX. Locations,
@@ -143,15 +144,17 @@ def hashes_of(call: KernelCall, known: Mapping[str, str]) -> Hashes:
     raise RuntimeError("the kernel came from a cache")
 
 
-def record_of(target: int, known: Mapping[str, str]) -> dict[str, Hashes]:
-    """Hashes of every launch, in this process, by its Triton."""
+def record_of(target: int, known: Mapping[str, str], only: str = "") -> dict[str, Hashes]:
+    """Hashes of the launches whose kernel's name matches ``only``, in this process's Triton."""
     import triton
 
     triton.runtime.driver.set_active(_Device(target))
     found: dict[str, Hashes] = {}
     for name, make in launches(target).items():
         try:
-            found[name] = hashes_of(make(), known)
+            call = make()
+            if re.search(only, call.kernel.fn.__name__):
+                found[name] = hashes_of(call, known)
         except Exception as error:
             found[name] = "error", f"{type(error).__name__}: {error}".splitlines()[0][:160]
     return found
@@ -171,14 +174,17 @@ def title_of(version: str, target: int) -> str:
     return f"{version} sm_{target}"
 
 
-def column_of(version: str, target: int, folder: Path, older: Record) -> dict[str, Hashes]:
-    """Hashes of every launch by one version for one compute capability.
+def column_of(
+    version: str, target: int, folder: Path, older: Record, only: str = ""
+) -> dict[str, Hashes]:
+    """Hashes of the launches of one version for one compute capability.
 
     Args:
         version: of Triton.
         target: compute capability.
         folder: where versions that are not installed are kept.
         older: a record whose PTX hashes are taken over where the intermediate code is equal.
+        only: a pattern of the names of kernels; all if empty.
 
     Raises:
         RuntimeError: the process failed; its last words are in the message.
@@ -196,6 +202,7 @@ def column_of(version: str, target: int, folder: Path, older: Record) -> dict[st
             "PYTHONPATH": os.pathsep.join(str(path) for path in paths if path is not None),
         }
         command = [sys.executable, "-m", "tests.tools.ptx_record", "column", str(target), str(like)]
+        command += ["--only", only]
         done = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
         )
@@ -238,15 +245,18 @@ def main() -> int:
     write.add_argument("--columns", nargs="+", help='such as "3.6.0 sm_90"; all if left out')
     write.add_argument("--folder", type=Path, default=ROOT / "build", help="of Triton's versions")
     write.add_argument("--processes", type=int, default=2)
+    write.add_argument("--only", default="", help="a pattern of the names of kernels")
     compare = commands.add_parser("compare", help="two records")
     compare.add_argument("before", type=Path)
     compare.add_argument("after", type=Path)
     column = commands.add_parser("column", help="compile by this process's Triton; prints JSON")
     column.add_argument("target", type=int, choices=TARGETS)
     column.add_argument("known", type=Path)
+    column.add_argument("--only", default="")
     given = parser.parse_args()
     if given.command == "column":
-        print(json.dumps(record_of(given.target, json.loads(given.known.read_text()))))
+        known = json.loads(given.known.read_text())
+        print(json.dumps(record_of(given.target, known, given.only)))
         return 0
     if given.command == "compare":
         lines = differences(read(given.before), read(given.after))
@@ -255,7 +265,7 @@ def main() -> int:
     older = read(given.like) if given.like else {}
     wanted = [one for one in columns() if not given.columns or title_of(*one) in given.columns]
     with ThreadPoolExecutor(given.processes) as pool:
-        found = pool.map(lambda one: column_of(*one, given.folder, older), wanted)
+        found = pool.map(lambda one: column_of(*one, given.folder, older, given.only), wanted)
         record = {title_of(*one): made for one, made in zip(wanted, found, strict=True)}
     given.file.parent.mkdir(parents=True, exist_ok=True)
     given.file.write_text(json.dumps(record, indent=0, sort_keys=True) + "\n", encoding="utf-8")
