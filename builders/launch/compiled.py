@@ -37,6 +37,8 @@ ALIGNMENT = 16
 """Bytes; Triton compiles aligned and other addresses apart."""
 TENSORS = (torch.Tensor, torch.nn.Parameter)
 """Types of arguments that are passed as an address."""
+_ENCODED = "encoded"
+"""The names of the attributes that :class:`_Encoder` adds to descriptors start with this word."""
 _BASE = ("grid x", "grid y", "grid z", "stream")
 """The first arguments of the C function."""
 _logger = logging.getLogger(__name__)
@@ -134,7 +136,9 @@ class CompiledLaunch:
         self._on_gpu = [tensor.is_cuda for tensor in chosen]
         addresses = [tensor.data_ptr() for tensor in chosen]
         self._remainders = [at % ALIGNMENT != 0 for at in self._aligned(addresses)]
-        self._widths = [value >> 31 for value in self._integers(values)]
+        self._known_integers = self._integers(values)
+        """Integers of the latest launch, which fit; the next launch's are mostly equal to them."""
+        self._widths = [value >> 31 for value in self._known_integers]
         self._marks = [*map(_mark, self._specialised(values))]
 
     def _expanded(
@@ -184,8 +188,7 @@ class CompiledLaunch:
             # Triton refuses tensors that the GPU cannot read.
             or [tensor.is_cuda for tensor in tensors] != self._on_gpu
             or [at % ALIGNMENT != 0 for at in self._aligned(addresses)] != self._remainders
-            or [value >> 31 for value in self._integers(values)] != self._widths
-            or [*map(_mark, self._specialised(values))] != self._marks
+            or (self._integers(values) != self._known_integers and not self._fit(values))
             or driver.active is not self._driver
             or self._current_device() != self._device
         ):
@@ -207,10 +210,15 @@ class CompiledLaunch:
             words[where] = encoded
         return words
 
-    def stream(self) -> int:
-        """Handle of the device's current stream."""
-        stream: int = self._driver.get_current_stream(self._device)
-        return stream
+    def _fit(self, values: Sequence[Any]) -> bool:
+        """Whether Triton would compile this kernel for the integers among ``values``."""
+        integers = self._integers(values)
+        if [value >> 31 for value in integers] != self._widths or [
+            *map(_mark, self._specialised(values))
+        ] != self._marks:
+            return False
+        self._known_integers = integers
+        return True
 
     def launch(self, grid: tuple[int, ...], words: list[Any]) -> None:
         """Enqueue a launch on the current stream.
@@ -262,13 +270,14 @@ class _Encoder:
         self._expand = expand(lambda *given: given, {0: signature}, [metadata])
         self._base = (1, 1, 1, 0, *base)
         self._is_nested = is_nested
-        self._key = f"{signature} {metadata}"
+        self._key = f"{_ENCODED} {signature} {metadata}"
+        """The name of a descriptor's attribute that keeps the encoded words."""
         self._kind = _kind_of(descriptor)
 
     def words_of(self, descriptor: Any) -> list[Any] | None:
         """The TMA map, shape and strides of a descriptor; None for a descriptor of another kind."""
-        known: dict[str, list[Any]] = vars(descriptor).setdefault("encoded", {})
-        words = known.get(self._key)
+        known: dict[str, Any] = descriptor.__dict__
+        words: list[Any] | None = known.get(self._key)
         if words is None:
             if _kind_of(descriptor) != self._kind:
                 return None
@@ -282,8 +291,12 @@ class _Encoder:
 
 def _kind_of(descriptor: Any) -> tuple[Any, ...]:
     """Everything that a kernel is compiled for in a descriptor: all but address, shape, strides."""
-    places = ("base", "shape", "strides", "encoded")
-    rest = {name: value for name, value in vars(descriptor).items() if name not in places}
+    places = ("base", "shape", "strides")
+    rest = {
+        name: value
+        for name, value in vars(descriptor).items()
+        if name not in places and not name.startswith(_ENCODED)
+    }
     return descriptor.base.dtype, rest
 
 

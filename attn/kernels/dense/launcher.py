@@ -68,7 +68,8 @@ class DenseLauncher:
         variant = self._variant(step, tensors)
         varying = self._varying(step, tensors)
         if step.split is not None:
-            self._split(step.split, step, tensors, dict(varying), variant).launch()
+            own = varying if step.prefill is None else dict(varying)
+            self._split(step.split, step, tensors, own, variant).launch()
         if step.prefill is not None:
             for launch in self._prefills(step.prefill, step, tensors, varying, variant):
                 launch.launch()
