@@ -270,7 +270,7 @@ def test_no_family_imports_upward(module: str) -> None:
         ("builders.latent.tiles", "builders.vendor.trtllm_mha", True),
         ("builders.sparse.choice", "builders.vendor.trtllm_parts.mha_choice", False),
         ("builders.sparse.choice", "builders.sparse.tiles", False),
-        ("builders.pages.tables", "builders.dense.record", False),
+        ("builders.pages.lists", "builders.dense.record", False),
         ("attn.impls.vendor.base", "attn.impls.dense.base", False),
         ("attn.impls.dense.base", "attn.impls.vendor.base", True),
         ("attn.impls.vendor.base", "attn.impls.base", False),

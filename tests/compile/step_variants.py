@@ -28,8 +28,8 @@ from builders.dense.dequantised import DequantisedKeys, launch_dequantised_pages
 from builders.latent.prefill import PagedRows
 from builders.latent.tables import BURST, launch_latent_table
 from builders.launch.call import KernelCall, collected_calls
+from builders.pages.lists import RequestPlaces, launch_page_list
 from builders.pages.phase_tables import PhaseTable, StepRows, launch_tables
-from builders.pages.tables import PageTable, RequestPlaces, launch_page_list, launch_page_table
 from builders.sparse.rows import RowLengths, launch_context, launch_rows
 from tests.compile.compile_matrix import Compiler
 from tests.compile.variants import TARGETS
@@ -119,9 +119,6 @@ def _page_calls(most: int) -> list[KernelCall]:
     table, lens, starts = integers(reqs, columns), integers(reqs), integers(reqs + 1)
     decode, prefill = (PhaseTable(most, 128, 16, "cpu") for _ in range(2))
     with collected_calls() as calls:
-        for page_size in (64, 16):
-            pages = PageTable(integers(reqs, 8), lens, starts, most)
-            launch_page_table(table, lens, pages, 64, page_size)
         launch_page_list(table, lens, 16, None, most)
         places = RequestPlaces(integers(3 * reqs + 4), 1)
         for skipped in (lens, None):
