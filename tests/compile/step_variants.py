@@ -31,6 +31,8 @@ from builders.launch.call import KernelCall, collected_calls
 from builders.pages.lists import RequestPlaces, launch_page_list
 from builders.pages.phase_tables import PhaseTable, StepRows, launch_tables
 from builders.sparse.rows import RowLengths, launch_context, launch_rows
+from specs.cache_write import Rotation, UnrotatedLatents
+from specs.layouts import KVViews
 from tests.compile.compile_matrix import Compiler
 from tests.compile.variants import TARGETS
 
@@ -89,8 +91,9 @@ def _row_calls(hardware: bool) -> Iterator[KernelCall]:
     for is_neox in (False, True):
         for keys, views, listed in ((packed[:, 0].contiguous(), None, None), (None, cache, slots)):
             yield rope_quantize_call(
-                *(nope, rope, rows[:, :rank], rows[:, rank:], slots, torch.zeros(8, _ROPE)),
-                *(is_neox, scales, packed, keys, views, listed),
+                UnrotatedLatents(nope, rope, rows[:, :rank], rows[:, rank:]),
+                Rotation(slots, torch.zeros(8, _ROPE), is_neox),
+                *(scales, packed, keys, views, listed),
                 hardware_e4m3=hardware,
             )
     with collected_calls() as calls:
@@ -102,7 +105,7 @@ def _row_calls(hardware: bool) -> Iterator[KernelCall]:
     keys, values = torch.zeros(64, 16, 192, **bf16), torch.zeros(64, 16, 128, **bf16)
     weights = torch.zeros(rank, 16, 128, **bf16)
     yield expand_call(
-        *(*cache, weights, weights, keys, values),
+        *(*cache, weights, weights, KVViews(keys, values)),
         paged=paged,
         scale=scales[0],
         hardware_e4m3=hardware,
