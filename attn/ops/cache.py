@@ -25,7 +25,7 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, target: CacheTarget) -> Non
         NotImplementedError: a cache dtype or head size that no kernel writes.
     """
     if not has_kernel(key):
-        reference.write_kv(key, value, *target)
+        reference.write_kv(key, value, target)
         return
     from attn.kernels.cache.write import write_kv_launch
 
@@ -75,7 +75,7 @@ def rope_and_write_kv(
     if not has_kernel(key):
         for rows in (query, key):
             rotate_in_place(rows, rotation)
-        reference.write_kv(key, value, *target)
+        reference.write_kv(key, value, target)
         return
     from attn.kernels.cache.write import rope_and_write_kv_call
     from builders.launch.launcher import launch

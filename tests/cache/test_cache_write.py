@@ -105,7 +105,8 @@ def expected_bytes(
     """The bytes that the reference leaves in a poisoned buffer."""
     buffer = shape.buffer()
     views = shape.views(buffer)
-    reference.write_kv(key, value, views, slots, k_scale, v_scale, shape.cache_dtype)
+    target = CacheTarget(views, slots, k_scale, v_scale, shape.cache_dtype)
+    reference.write_kv(key, value, target)
     return buffer
 
 

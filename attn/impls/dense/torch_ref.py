@@ -26,7 +26,7 @@ from builders.checks.tensors import (
 )
 from builders.dense.torch_ref import TorchRefMetadata
 from specs.attention import AttentionType
-from specs.cache_write import Rotation
+from specs.cache_write import CacheTarget, Rotation
 from specs.dtypes import CacheDType, KVQuantMode
 from specs.layouts import KVViews
 
@@ -47,7 +47,7 @@ class TorchRefImpl(DenseImpl):
             return
         check_given(key=key, value=value)
         views = self._views(kv_cache, key.dtype)
-        write_kv(key, value, views, slot_mapping, *scales_of(layer), self.cache_dtype)
+        write_kv(key, value, CacheTarget(views, slot_mapping, *scales_of(layer), self.cache_dtype))
 
     def do_rope_and_kv_cache_update(
         self,
