@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from attn.registry import ROWS, AttentionBackendEnum, BackendRow
+from tests.tools import house
 from tests.tools.weights import HEAVIEST
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -270,7 +271,7 @@ def test_no_family_imports_upward(module: str) -> None:
         ("builders.latent.tiles", "builders.vendor.trtllm_mha", True),
         ("builders.sparse.choice", "builders.vendor.trtllm_parts.mha_choice", False),
         ("builders.sparse.choice", "builders.sparse.tiles", False),
-        ("builders.pages.tables", "builders.dense.record", False),
+        ("builders.pages.lists", "builders.dense.record", False),
         ("attn.impls.vendor.base", "attn.impls.dense.base", False),
         ("attn.impls.dense.base", "attn.impls.vendor.base", True),
         ("attn.impls.vendor.base", "attn.impls.base", False),
@@ -581,6 +582,12 @@ def test_the_code_checks_know_right_from_wrong() -> None:
     assert aliasable_enums(enums) == ["B"]
     idle = "assert torch.allclose(a, b)\ntorch.allclose(a, b)\nif torch.equal(a, b): pass\n"
     assert idle_comparisons(idle) == [2]
+
+
+def test_host_functions_take_few_parameters_unless_somebody_else_decides() -> None:
+    shipped = house.modules_of(ROOT, *house.SHIPPED)
+    assert house.wide_functions(shipped).found == []
+    assert house.used_doors(shipped) == house.DOORS.keys()
 
 
 # -- Launching.

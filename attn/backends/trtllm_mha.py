@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from attn.backends.base import AttentionBackend
 from attn.impls.vendor.trtllm_mha import TrtllmMhaImpl
-from builders.pages.tables import PAGE_SIZES
+from builders.pages.phase_tables import PAGE_SIZES
 from builders.vendor.flashinfer_parts import install as compat
 from builders.vendor.flashinfer_parts.calls import DirectCalls
 from builders.vendor.trtllm_mha import TrtllmMhaMetadataBuilder

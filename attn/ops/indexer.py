@@ -9,6 +9,7 @@ import torch
 from attn.ops.dispatch import converts_float8, has_kernel
 from attn.reference import indexer as reference
 from builders.device import device_facts, runs_gluon
+from builders.sparse.arguments import IndexerKeys, RequestPages
 from builders.sparse.hopper_tiles import index_sizes, index_tile_of
 from builders.sparse.tiles import IndexTile
 from specs.dtypes import DType
@@ -122,7 +123,7 @@ def paged_index_logits(
 
     launch(
         paged_logits_call(
-            *(q_index, weights, kv_cache, block_table, requests, kv_lens, logits),
+            *(q_index, weights, kv_cache, RequestPages(block_table, requests), kv_lens, logits),
             tile or _tile_for(q_index),
             hardware_e4m3=converts_float8(q_index.device),
         )
@@ -203,7 +204,7 @@ def ragged_index_logits(
 
     launch(
         ragged_logits_call(
-            *(q_index, weights, data, scale, starts, ends, logits),
+            *(q_index, weights, IndexerKeys(data, scale), starts, ends, logits),
             tile or IndexTile(),
             hardware_e4m3=converts_float8(q_index.device),
         )
@@ -216,9 +217,7 @@ def select_topk(
     out: torch.Tensor,
     out_lens: torch.Tensor | None = None,
     *,
-    block_table: torch.Tensor | None = None,
-    block_size: int = INDEXER_PAGE,
-    requests: torch.Tensor | None = None,
+    pages: RequestPages | None = None,
     offsets: torch.Tensor | None = None,
     tile: IndexTile | None = None,
 ) -> None:
@@ -232,11 +231,7 @@ def select_topk(
         lens: ``[T]`` int32, logits of each row.
         out: ``[T, topk]`` int32, written.
         out_lens: ``[T]`` int32, written: number of entries of each row that are not -1.
-        block_table: ``[R, blocks]`` int32; with it, slots are written instead of positions. Entries
-            past a row's last position are not read.
-        block_size: tokens per block of ``block_table``.
-        requests: ``[T]`` int32 row of ``block_table`` for each row of logits; None where row t of
-            logits has table row t.
+        pages: the pages of each row's request; with them, slots are written instead of positions.
         offsets: ``[T]`` int32, added to each row's positions.
         tile: the launch record; None for the usual one.
 
@@ -252,11 +247,11 @@ def select_topk(
         raise ValueError(
             f"out must be int32 with dense rows, got {out.dtype} in strides {out.stride()}"
         )
-    if block_table is not None and offsets is not None:
-        raise ValueError("block_table and offsets must not both be given, got both")
+    if pages is not None and offsets is not None:
+        raise ValueError("pages and offsets must not both be given, got both")
     if len(out) == 0:
         return
-    given = (logits, lens, out, out_lens, block_table, block_size, requests, offsets)
+    given = logits, lens, out, out_lens, pages, offsets
     if not has_kernel(logits):
         reference.select_topk(*given)
         return

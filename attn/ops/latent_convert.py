@@ -15,6 +15,7 @@ from attn.reference import latent_convert as reference
 from attn.reference.cache import scatter_rows, write_latent
 from builders.checks.debug import debug_enabled
 from builders.pages.paging import check_slots
+from specs.cache_write import CacheTarget, Rotation, RowsAtSlots
 from specs.dtypes import CacheDType
 from specs.layouts import KVViews, latent_views
 from specs.rows import LatentFormat, RowFormat
@@ -58,8 +59,8 @@ def write_latent_rows(
         write_latent(kv_c, k_pe, kv_cache, slot_mapping, k_scale, row)
         return
     if latent is not LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE:
-        rows = k_pe[:, None], kv_c[:, None]
-        write_kv(*rows, _as_keys(views), slot_mapping, k_scale, k_scale, _written_as(latent))
+        target = _dense_target(views, slot_mapping, k_scale, latent)
+        write_kv(k_pe[:, None], kv_c[:, None], target)
         return
     count = len(slot_mapping)
     if kv_c.shape[1] != views["nope"].shape[2] or k_pe.shape[1] != row["rope"].count:
@@ -74,18 +75,15 @@ def write_latent_rows(
         )
     # Each row is a block of its own. As one block of all rows, the number of rows would be the
     # block size, a constant that the kernel is compiled for.
-    new = {"nope": kv_c[:, None], "rope": k_pe[:, None]}
-    formats = LatentFormat.BF16, latent
-    _launch(new, views, formats, None, slot_mapping, k_scale, count, snap_scales=False)
+    new = RowsAtSlots({"nope": kv_c[:, None], "rope": k_pe[:, None]}, LatentFormat.BF16)
+    _launch(new, RowsAtSlots(views, latent, slot_mapping), k_scale, count, snap_scales=False)
 
 
 def rope_and_write_latent_rows(
     q_pe: torch.Tensor,
     kv_c: torch.Tensor,
     k_pe: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    is_neox: bool,
+    rotation: Rotation,
     kv_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
     k_scale: torch.Tensor,
@@ -97,9 +95,7 @@ def rope_and_write_latent_rows(
         q_pe: ``[T, H, r]``, dense rows.
         kv_c: ``[T, L]``; rows past ``len(slot_mapping)`` are padding.
         k_pe: ``[T, r]``, dense rows.
-        positions: ``[T]`` integer; a row whose position is outside the table is padding.
-        cos_sin_cache: ``[max_position, r]``: cosines, then sines.
-        is_neox: rotate halves (True) or interleaved pairs (False).
+        rotation: positions ``[T]`` and the table ``[max_position, r]``.
         kv_cache: ``[N, P, row]``.
         slot_mapping: ``[<= T]`` int64; -1 skips.
         k_scale: fp32 scalar, used by rows with one scale per tensor.
@@ -114,21 +110,28 @@ def rope_and_write_latent_rows(
         raise NotImplementedError(f"{latent.value} rows are not rotated and written in one launch")
     if debug_enabled():
         check_slots(slot_mapping, kv_cache.shape[1], len(kv_cache))
-    rope_and_write_kv(
-        *(q_pe, k_pe[:, None], kv_c[:, None], positions, cos_sin_cache, is_neox),
-        *(_as_keys(latent_views(kv_cache, row)), slot_mapping, k_scale, k_scale),
-        _written_as(latent),
-    )
+    target = _dense_target(latent_views(kv_cache, row), slot_mapping, k_scale, latent)
+    rope_and_write_kv(q_pe, k_pe[:, None], kv_c[:, None], rotation, target)
 
 
-def _as_keys(views: dict[str, torch.Tensor]) -> KVViews:
-    """Views of rows for the dense write: the rotary part as keys, which RoPE rotates there."""
-    return KVViews(views["rope"][:, :, None], views["nope"][:, :, None])
+def _dense_target(
+    views: dict[str, torch.Tensor],
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor,
+    latent: LatentFormat,
+) -> CacheTarget:
+    """Latent rows for the dense write: the rotary part as keys, which RoPE rotates there.
 
-
-def _written_as(latent: LatentFormat) -> CacheDType:
+    Args:
+        views: fields of the cache, ``[N, P, count]`` each, by name.
+        slot_mapping: ``[<= T]`` int64; -1 skips.
+        k_scale: fp32 scalar.
+        latent: the rows' format, one without block scales.
+    """
+    keys = KVViews(views["rope"][:, :, None], views["nope"][:, :, None])
     is_raw = latent is LatentFormat.FP8_NOPE_FP8_ROPE
-    return CacheDType.FP8_E4M3 if is_raw else CacheDType.AUTO
+    cache_dtype = CacheDType.FP8_E4M3 if is_raw else CacheDType.AUTO
+    return CacheTarget(keys, slot_mapping, k_scale, k_scale, cache_dtype)
 
 
 def convert_rows(
@@ -172,8 +175,9 @@ def convert_rows(
     if debug_enabled():
         check_slots(slots, kv_cache.shape[1], len(kv_cache))
     if _runs_kernel(kv_cache, out):
-        formats = LatentFormat(source.name), LatentFormat(target.name)
-        _launch(fields, to_fields, formats, slots, None, k_scale, len(slots), snap_scales)
+        listed = RowsAtSlots(fields, LatentFormat(source.name), slots)
+        written = RowsAtSlots(to_fields, LatentFormat(target.name))
+        _launch(listed, written, k_scale, len(slots), snap_scales)
         return
     for first in range(0, len(slots), _CHUNK_ROWS):
         rows = reference.gather_fields(fields, slots[first : first + _CHUNK_ROWS])
@@ -224,8 +228,9 @@ def convert_blocks(
     to_fields = latent_views(out, target)
     rows = count * out.shape[1]
     if _runs_kernel(kv_cache, out):
-        formats = LatentFormat(source.name), LatentFormat(target.name)
-        _launch(fields, to_fields, formats, None, None, k_scale, rows, snap_scales)
+        read = RowsAtSlots(fields, LatentFormat(source.name))
+        written = RowsAtSlots(to_fields, LatentFormat(target.name))
+        _launch(read, written, k_scale, rows, snap_scales)
         return
     for first in range(0, rows, _CHUNK_ROWS):
         slots = _places(first, min(_CHUNK_ROWS, rows - first), out.device)
@@ -265,11 +270,8 @@ def _said(field: object) -> str:
 
 
 def _launch(
-    fields: dict[str, torch.Tensor],
-    to_fields: dict[str, torch.Tensor],
-    formats: tuple[LatentFormat, LatentFormat],
-    from_slots: torch.Tensor | None,
-    to_slots: torch.Tensor | None,
+    source: RowsAtSlots,
+    target: RowsAtSlots,
     k_scale: torch.Tensor,
     num_rows: int,
     snap_scales: bool,
@@ -279,13 +281,7 @@ def _launch(
 
     launch(
         latent_convert_call(
-            fields,
-            to_fields,
-            formats,
-            from_slots,
-            to_slots,
-            k_scale,
-            num_rows,
+            *(source, target, k_scale, num_rows),
             snap_scales=snap_scales,
             hardware_e4m3=converts_float8(k_scale.device),
         )

@@ -8,20 +8,16 @@ from attn.ops.cache import write_stored_rows
 from attn.ops.dispatch import converts_float8, has_kernel
 from attn.reference.quant import saturate
 from attn.reference.rope import apply_rope
+from builders.checks.tensors import check_given
 from builders.vendor.flashinfer_parts import rope as flashinfer_rope
-from builders.vendor.flashinfer_parts.rope import RopeQuantizeCall
+from specs.cache_write import Rotation, UnrotatedLatents
 
 E4M3 = torch.float8_e4m3fn
 
 
 def rope_quantize(
-    q_nope: torch.Tensor,
-    q_pe: torch.Tensor,
-    kv_c: torch.Tensor,
-    k_pe: torch.Tensor | None,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor | None,
-    is_neox: bool,
+    latents: UnrotatedLatents,
+    rotation: Rotation,
     q_scale: torch.Tensor,
     k_scale: torch.Tensor,
     q_out: torch.Tensor,
@@ -36,13 +32,8 @@ def rope_quantize(
     is part of the launch.
 
     Args:
-        q_nope: ``[T, H, L]``, absorbed; any strides with dense rows.
-        q_pe: ``[T, H, r]``, not rotated, not written; any strides with dense rows.
-        kv_c: ``[T, L]``; any strides with dense rows.
-        k_pe: ``[T, r]``, not rotated, not written; any strides with dense rows.
-        positions: ``[T]`` integer; a row whose position is outside the table is not rotated.
-        cos_sin_cache: ``[max_position, r]`` fp32: cosines, then sines.
-        is_neox: the pair of element i is i + r / 2 (True) or its neighbour (False).
+        latents: queries and latent rows, which stay unchanged.
+        rotation: positions ``[T]`` and the table ``[max_position, r]`` in fp32.
         q_scale: fp32 scalar on the device: real = stored * scale.
         k_scale: fp32 scalar on the device: real = stored * scale.
         q_out: ``[T, H, L + r]`` e4m3, contiguous, written.
@@ -53,26 +44,25 @@ def rope_quantize(
     Raises:
         ValueError: a piece is missing, or tensors do not fit together; the message names it.
     """
-    k_pe, cos_sin_cache = _present(k_pe, cos_sin_cache)
-    _check(q_nope, q_pe, kv_c, k_pe, positions, cos_sin_cache)
-    _check_outputs(q_nope, q_pe, q_out, k_out, cache, slot_mapping)
+    _check(latents, rotation)
+    _check_outputs(latents, q_out, k_out, cache, slot_mapping)
     for name, scale in (("q_scale", q_scale), ("k_scale", k_scale)):
         if scale.numel() != 1 or scale.dtype != torch.float32:
             raise ValueError(
                 f"{name} must be a float32 scalar, got {list(scale.shape)} of {scale.dtype}"
             )
+    q_nope, q_pe, kv_c, k_pe = latents
     if len(q_nope) == 0:
         return
-    given = q_nope, q_pe, kv_c, k_pe, positions, cos_sin_cache, is_neox
-    outputs = q_out, k_out, cache, slot_mapping
     if has_kernel(q_nope):
         from attn.kernels.latent.rope_quant import rope_quantize_call
         from builders.launch.launcher import launch
 
         hardware = converts_float8(q_nope.device)
-        scales = q_scale, k_scale
-        launch(rope_quantize_call(*given, scales, *outputs, hardware_e4m3=hardware))
+        given = latents, rotation, (q_scale, k_scale), q_out, k_out, cache, slot_mapping
+        launch(rope_quantize_call(*given, hardware_e4m3=hardware))
         return
+    positions, cos_sin_cache, is_neox = rotation
     inside = (positions >= 0) & (positions < len(cos_sin_cache))
 
     def turned(rows: torch.Tensor) -> torch.Tensor:
@@ -96,13 +86,8 @@ def rope_quantize(
 
 
 def rope_quantize_by_flashinfer(
-    q_nope: torch.Tensor,
-    q_pe: torch.Tensor,
-    kv_c: torch.Tensor,
-    k_pe: torch.Tensor | None,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor | None,
-    is_neox: bool,
+    latents: UnrotatedLatents,
+    rotation: Rotation,
     q_scale: float,
     k_scale: float,
     q_out: torch.Tensor,
@@ -116,13 +101,9 @@ def rope_quantize_by_flashinfer(
     between two e4m3 neighbours and rounds it to either.
 
     Args:
-        q_nope: ``[T, H, L]`` fp16 or bf16, absorbed.
-        q_pe: ``[T, H, r]`` fp16 or bf16, not rotated, not written.
-        kv_c: ``[T, L]`` fp16 or bf16.
-        k_pe: ``[T, r]`` fp16 or bf16, not rotated, not written.
-        positions: ``[T]`` int32 or int64, each inside the table: FlashInfer does not check it.
-        cos_sin_cache: ``[max_position, r]`` fp32, contiguous: cosines, then sines.
-        is_neox: the pair of element i is i + r / 2 (True) or its neighbour (False).
+        latents: queries and latent rows in fp16 or bf16, which stay unchanged.
+        rotation: positions ``[T]``, each inside the table, which FlashInfer does not check; and the
+            table ``[max_position, r]`` in fp32, contiguous.
         q_scale: number on the host: real = stored * scale.
         k_scale: number on the host: real = stored * scale.
         q_out: ``[T, H, L + r]`` e4m3, contiguous, written.
@@ -135,51 +116,22 @@ def rope_quantize_by_flashinfer(
             them.
         FlashInferUnavailableError: FlashInfer cannot be used here; the message says why.
     """
-    k_pe, cos_sin_cache = _present(k_pe, cos_sin_cache)
-    _check(q_nope, q_pe, kv_c, k_pe, positions, cos_sin_cache)
-    _check_outputs(q_nope, q_pe, q_out, k_out, cache, slot_mapping)
+    _check(latents, rotation)
+    _check_outputs(latents, q_out, k_out, cache, slot_mapping)
     flashinfer = flashinfer_rope.load_rope()
-    if len(q_nope) == 0:
+    if len(q_out) == 0:
         return
     if k_out is None:
-        k_out = torch.empty((len(kv_c), q_out.shape[-1]), dtype=E4M3, device=kv_c.device)
-    flashinfer.run(
-        RopeQuantizeCall(
-            q_nope=q_nope,
-            q_pe=q_pe,
-            kv_c=kv_c,
-            k_pe=k_pe,
-            positions=positions,
-            cos_sin_cache=cos_sin_cache,
-            is_neox=is_neox,
-            q_scale=q_scale,
-            k_scale=k_scale,
-            q_out=q_out,
-            k_out=k_out,
-        )
-    )
+        k_out = torch.empty((len(q_out), q_out.shape[-1]), dtype=E4M3, device=q_out.device)
+    flashinfer.run(latents, rotation, (q_scale, k_scale), q_out, k_out)
     if cache is not None and slot_mapping is not None:
         write_stored_rows(k_out, cache, slot_mapping)
 
 
-def _present(
-    k_pe: torch.Tensor | None, cos_sin_cache: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if k_pe is None:
-        raise ValueError("k_pe is needed to rotate keys of an fp8 latent cache, got None")
-    if cos_sin_cache is None:
-        raise ValueError("cos_sin_cache is needed to rotate for an fp8 latent cache, got None")
-    return k_pe.reshape(len(k_pe), -1), cos_sin_cache
-
-
-def _check(
-    q_nope: torch.Tensor,
-    q_pe: torch.Tensor,
-    kv_c: torch.Tensor,
-    k_pe: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-) -> None:
+def _check(latents: UnrotatedLatents, rotation: Rotation) -> None:
+    q_nope, q_pe, kv_c, k_pe = latents
+    positions, cos_sin_cache, _ = rotation
+    check_given(k_pe=k_pe, cos_sin_cache=cos_sin_cache)
     tokens, heads, rank = q_nope.shape
     rope = q_pe.shape[-1]
     for name, rows, shape in (
@@ -208,15 +160,14 @@ def _check(
 
 
 def _check_outputs(
-    q_nope: torch.Tensor,
-    q_pe: torch.Tensor,
+    latents: UnrotatedLatents,
     q_out: torch.Tensor,
     k_out: torch.Tensor | None,
     cache: tuple[torch.Tensor, torch.Tensor] | None,
     slot_mapping: torch.Tensor | None,
 ) -> None:
-    tokens, heads, rank = q_nope.shape
-    rope = q_pe.shape[2]
+    tokens, heads, rank = latents.q_nope.shape
+    rope = latents.q_pe.shape[2]
     for name, out, shape in (
         ("q_out", q_out, (tokens, heads, rank + rope)),
         ("k_out", k_out, (tokens, rank + rope)),

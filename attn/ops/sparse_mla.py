@@ -7,8 +7,8 @@ import torch
 from attn.ops.dispatch import converts_float8, has_kernel
 from attn.reference import sparse_mla as reference
 from builders.device import device_facts
-from builders.sparse.launches import SparseWorkspace
-from builders.sparse.launches import workspace_for as workspace_for
+from builders.sparse.arguments import ListedRows
+from builders.sparse.launches import SparseLaunch, workspace_for
 from builders.sparse.tiles import SparseShape, SparseTile, sparse_tile
 from specs.rows import LatentFormat
 
@@ -36,71 +36,69 @@ def tile_for(
     return sparse_tile(shape, gpu.kind, gpu.num_multiprocessors, len(indices), batch_invariant)
 
 
+def launch_with(tile: SparseTile, query: torch.Tensor, indices: torch.Tensor) -> SparseLaunch:
+    """A launch of these rows with a tile and scratch of its own, for callers without a builder.
+
+    Args:
+        tile: how heads and lists are cut.
+        query: ``[T, H, L]``.
+        indices: ``[T, topk]``.
+    """
+    rows, topk = indices.shape
+    heads, rank = query.shape[1:]
+    workspace = workspace_for(tile, rows, heads, topk, rank, query.device)
+    return SparseLaunch(tile, tile, rows, workspace)
+
+
 def sparse_mla(
     query: torch.Tensor,
     rotary: torch.Tensor,
-    kv_cache: torch.Tensor,
-    indices: torch.Tensor,
-    topk_lens: torch.Tensor | None,
-    layout: LatentFormat,
+    listed: ListedRows,
     scale: float,
     output: torch.Tensor,
     lse: torch.Tensor | None = None,
     *,
-    k_scale: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
-    tile: SparseTile | None = None,
-    twin: SparseTile | None = None,
-    workspace: SparseWorkspace | None = None,
+    launch: SparseLaunch | None = None,
 ) -> None:
     """Attention of each query row over the cache rows that it lists; a duplicate counts twice.
 
-    The function needs no metadata; an impl passes its builder's tile and workspace.
+    The function needs no metadata; an impl passes its builder's launch.
 
     Args:
         query: ``[T, H, L]``, absorbed.
         rotary: ``[T, H, r]``.
-        kv_cache: ``[N, P, row]`` of the layout; compact rows are one block ``[1, S, row]``.
-        indices: ``[T, topk]`` int32, ``block * P + offset``; -1 for no row, at any place.
-        topk_lens: ``[T]`` int32, entries of each list to read; None reads all.
-        layout: row format of the cache.
+        listed: the cache, and the list of each query row.
         scale: multiplies q.k; positive.
         output: ``[T, H, L]`` in the query's type, written; zero for a row that lists nothing.
         lse: ``[T, H]`` fp32, natural log, written; -inf for a row that lists nothing.
-        k_scale: fp32 scalar of ``FP8_NOPE_FP8_ROPE`` rows: real = stored * scale.
         sinks: ``[H]`` logits added to the softmax denominator and to the LSE.
-        tile: the launch record from a builder or from :func:`tile_for`; None calls
-            :func:`tile_for`.
-        twin: the portable kernel's launch record, used where ``tile`` is for the Hopper kernel but
-            these tensors' rows are not aligned as its copies need.
-        workspace: scratch of a builder's launch; None allocates it where the tile splits rows.
+        launch: tiles and scratch, from a builder or from :func:`launch_with`; None takes the tile
+            of :func:`tile_for` and allocates scratch.
 
     Raises:
         ValueError: tensors that do not fit together.
         NotImplementedError: sizes that no kernel takes.
     """
     if not has_kernel(query):
-        out, found = reference.sparse_mla(
-            query, rotary, kv_cache, indices, topk_lens, layout, scale, k_scale, sinks
-        )
+        out, found = reference.sparse_mla(query, rotary, listed, scale, sinks)
         output.copy_(out)
         if lse is not None:
             lse.copy_(found)
         return
     from attn.kernels.sparse.launcher import sparse_calls
     from attn.kernels.sparse.layer import SparseLayer, SparseTensors
-    from builders.launch.launcher import launch
+    from builders.launch.launcher import launch as enqueue
 
-    tile = tile or tile_for(query, indices, layout)
-    if tile.hopper is not None and twin is not None:
+    kv_cache, layout, indices, topk_lens, k_scale = listed
+    launch = launch or launch_with(tile_for(query, indices, layout), query, indices)
+    tile, workspace = launch.tile, launch.workspace
+    if tile.hopper is not None:
         # Imported late: the module needs Gluon, which other GPUs can do without.
         from attn.kernels.sparse.hopper_launch import is_aligned
 
-        tile = tile if is_aligned(query, rotary, kv_cache) else twin
+        tile = tile if is_aligned(query, rotary, kv_cache) else launch.twin
     heads, rank = query.shape[1:]
-    if workspace is None:
-        rows, topk = indices.shape
-        workspace = workspace_for(tile, rows, heads, topk, rank, query.device)
     layer = SparseLayer(heads, scale, layout, rank, rotary.shape[-1])
     tensors = SparseTensors(
         query,
@@ -118,4 +116,4 @@ def sparse_mla(
     )
     hardware = converts_float8(query.device)
     for call in sparse_calls(layer, tile, tensors, hardware_e4m3=hardware):
-        launch(call)
+        enqueue(call)

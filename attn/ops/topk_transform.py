@@ -7,13 +7,12 @@ import torch
 from attn.ops.dispatch import has_kernel
 from attn.reference import topk_transform as reference
 from builders.checks.debug import debug_enabled
+from builders.sparse.arguments import TopkLists
 from specs.sparse_mla import IndexKind
 
 
 def transform_topk(
-    ids: torch.Tensor,
-    visible_lens: torch.Tensor,
-    reqs: torch.Tensor,
+    lists: TopkLists,
     kind: IndexKind,
     out: torch.Tensor,
     *,
@@ -29,9 +28,7 @@ def transform_topk(
     neither this launch nor the attention kernel reads anything for it.
 
     Args:
-        ids: ``[T, topk]`` int32 positions in the row's request, -1 for none; dense rows.
-        visible_lens: ``[T]`` int32 keys that each row sees.
-        reqs: ``[T]`` int32 request of each row, an index into ``block_table`` and ``offsets``.
+        lists: the positions; their requests are indices into ``block_table`` and ``offsets``.
         kind: the result: slots of the cache (``PAGED``); the position plus the request's offset
             (``RAGGED``); or the entry's own index in ``out``, for a compact buffer with one row for
             each entry (``GATHERED``).
@@ -48,32 +45,23 @@ def transform_topk(
         ValueError: tensors do not fit together or do not fit the kind; in debug mode also a
             position that a row with keys does not see (lists of padding rows may be stale).
     """
-    _check(ids, visible_lens, reqs, kind, out, block_table, offsets, slots, counts)
+    _check(lists, kind, out, block_table, offsets, slots, counts)
     if debug_enabled():
-        _check_ids(ids, visible_lens)
+        _check_ids(lists.ids, lists.visible_lens)
     if len(out) == 0:
         return
     if has_kernel(out):
         from attn.kernels.sparse.topk_transform import topk_transform_call
         from builders.launch.launcher import launch
 
-        launch(
-            topk_transform_call(
-                *(ids, visible_lens, reqs, kind.value, out),
-                *(block_table, block_size, offsets, slots, counts),
-            )
-        )
+        given = block_table, block_size, offsets, slots, counts
+        launch(topk_transform_call(lists, kind.value, out, *given))
         return
-    reference.transform_topk(
-        *(ids, visible_lens, reqs, kind, out),
-        *(block_table, block_size, offsets, slots, counts),
-    )
+    reference.transform_topk(lists, kind, out, block_table, block_size, offsets, slots, counts)
 
 
 def _check(
-    ids: torch.Tensor,
-    visible_lens: torch.Tensor,
-    reqs: torch.Tensor,
+    lists: TopkLists,
     kind: IndexKind,
     out: torch.Tensor,
     block_table: torch.Tensor | None,
@@ -81,6 +69,7 @@ def _check(
     slots: torch.Tensor | None,
     counts: torch.Tensor | None,
 ) -> None:
+    ids, visible_lens, reqs = lists
     if ids.dim() != 2 or ids.dtype != torch.int32 or ids.stride(-1) != 1:
         raise ValueError(
             f"ids must be [T, topk] int32 with dense rows, got {list(ids.shape)} of {ids.dtype} in "

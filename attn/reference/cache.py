@@ -14,6 +14,7 @@ from attn.reference.quant import (
 )
 from builders.checks.tensors import check_kv_scale, check_written
 from builders.pages.paging import check_slots
+from specs.cache_write import CacheTarget
 from specs.dtypes import CacheDType, KVQuantMode
 from specs.layouts import KVViews, latent_views
 from specs.rows import LatentFormat, RowFormat
@@ -104,29 +105,18 @@ def _take(source: torch.Tensor, index: tuple[torch.Tensor, ...]) -> torch.Tensor
     return source[index]
 
 
-def write_kv(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    views: KVViews,
-    slots: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    cache_dtype: CacheDType,
-) -> None:
+def write_kv(key: torch.Tensor, value: torch.Tensor, target: CacheTarget) -> None:
     """Write new keys and values into a dense cache, quantised as the cache is.
 
     Args:
-        key: ``[T, Hk, D]``; rows past ``len(slots)`` are padding.
+        key: ``[T, Hk, D]``; rows past the last slot are padding.
         value: ``[T, Hk, Dv]``.
-        views: K and V of the cache.
-        slots: ``[<= T]`` int64, -1 skips.
-        k_scale: fp32 scalar or ``[Hk]``, for per-tensor fp8.
-        v_scale: fp32 scalar or ``[Hk]``, for per-tensor fp8.
-        cache_dtype: how the cache is quantised.
+        target: the cache and the slot of each row.
 
     Raises:
         ValueError: tensors that do not fit together.
     """
+    views, slots, k_scale, v_scale, cache_dtype = target
     check_written(key, value, views, slots, cache_dtype)
     if cache_dtype.quant_mode is KVQuantMode.FP8_PER_TENSOR:
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
@@ -135,16 +125,16 @@ def write_kv(
         (key, views.key, views.key_scale, k_scale),
         (value, views.value, views.value_scale, v_scale),
     )
-    for rows, target, inline, factor in sides:
+    for rows, stored, inline, factor in sides:
         rows = rows[: len(slots)]
         if inline is not None:
             rows, inline_scale = quantize_per_token_head(rows, cache_dtype)
             scatter_rows(inline, slots, inline_scale)
         elif cache_dtype.is_quantized:
-            rows = quantize_per_tensor(rows, factor, target.dtype)
-        elif rows.dtype != target.dtype:
-            rows = saturate(rows, target.dtype)
-        scatter_rows(target, slots, rows)
+            rows = quantize_per_tensor(rows, factor, stored.dtype)
+        elif rows.dtype != stored.dtype:
+            rows = saturate(rows, stored.dtype)
+        scatter_rows(stored, slots, rows)
 
 
 def read_kv(

@@ -6,6 +6,7 @@ import torch
 
 from attn.reference.cache import gather_rows, scatter_rows
 from attn.reference.quant import power_of_two_scale, saturate
+from builders.sparse.arguments import RequestPages
 from specs.layouts import latent_views
 from specs.rows import LatentFormat
 
@@ -134,9 +135,7 @@ def select_topk(
     lens: torch.Tensor,
     out: torch.Tensor,
     out_lens: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    block_size: int,
-    requests: torch.Tensor | None,
+    pages: RequestPages | None,
     offsets: torch.Tensor | None,
 ) -> None:
     """Positions of each row's largest logits: see :func:`attn.ops.indexer.select_topk`."""
@@ -150,10 +149,11 @@ def select_topk(
         order = torch.sort(seen, descending=True, stable=True).indices
         order = torch.cat([order[~row[order].isnan()], order[row[order].isnan()]])
         listed = order[:topk].sort().values
-        if block_table is not None:
+        if pages is not None:
+            table, requests, block_size = pages
             request = token if requests is None else int(requests[token])
-            pages = block_table[request, listed // block_size].long()
-            listed = pages * block_size + listed % block_size
+            blocks = table[request, listed // block_size].long()
+            listed = blocks * block_size + listed % block_size
         if offsets is not None:
             listed = listed + offsets[token]
         out[token, : len(listed)] = listed.to(out.dtype)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from specs.cache_write import Rotation
+
 
 def apply_rope(
     x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor, is_neox: bool
@@ -32,17 +34,14 @@ def apply_rope(
     return torch.cat([turned.to(x.dtype), rest], dim=-1)
 
 
-def rotate_in_place(
-    rows: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor, is_neox: bool
-) -> None:
+def rotate_in_place(rows: torch.Tensor, rotation: Rotation) -> None:
     """Rotate rows in place with :func:`apply_rope`; rows without a position in the table stay.
 
     Args:
-        rows: ``[T, heads, D]``, any strides; rows past ``len(positions)`` stay unchanged.
-        positions: ``[T']`` integer; a row with a position outside the table is padding.
-        cos_sin_cache: ``[max_position, rotary_dim]``: ``rotary_dim / 2`` cosines, then sines.
-        is_neox: the pair of element i is i + rotary_dim / 2 (True) or its neighbour (False).
+        rows: ``[T, heads, D]``, any strides; rows past the last position stay unchanged.
+        rotation: positions ``[T']`` and the table.
     """
+    positions, cos_sin_cache, is_neox = rotation
     rows = rows[: len(positions)]
     positions = positions[: len(rows)]
     inside = (positions >= 0) & (positions < len(cos_sin_cache))

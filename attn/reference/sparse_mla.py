@@ -7,6 +7,7 @@ import torch
 from attn.reference.cache import latent_values
 from attn.reference.latent_convert import gather_fields
 from attn.reference.mla import attend_topk
+from builders.sparse.arguments import ListedRows
 from specs.dtypes import DType
 from specs.layouts import latent_views
 from specs.rows import LatentFormat
@@ -43,12 +44,8 @@ def read_listed(
 def sparse_mla(
     query: torch.Tensor,
     rotary: torch.Tensor,
-    kv_cache: torch.Tensor,
-    indices: torch.Tensor,
-    topk_lens: torch.Tensor | None,
-    layout: LatentFormat,
+    listed: ListedRows,
     scale: float,
-    k_scale: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """State of each query row over the cache rows that it lists.
@@ -61,13 +58,13 @@ def sparse_mla(
     """
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     rank, rope_size = query.shape[-1], rotary.shape[-1]
-    listed = indices
+    kv_cache, layout, indices, topk_lens, k_scale = listed
     if topk_lens is not None:
         columns = torch.arange(indices.shape[1], device=indices.device)
-        listed = torch.where(columns < topk_lens[:, None], indices, -1)
+        indices = torch.where(columns < topk_lens[:, None], indices, -1)
 
     def read(slots: torch.Tensor) -> torch.Tensor:
         return read_listed(kv_cache, slots, layout, rank, rope_size, k_scale, query.dtype, dtype)
 
     whole = torch.cat([query, rotary], -1).to(dtype)
-    return attend_topk(whole, listed, read, rank, scale, sinks)
+    return attend_topk(whole, indices, read, rank, scale, sinks)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from builders.sparse.arguments import TopkLists
 from specs.sparse_mla import IndexKind
 
 
 def transform_topk(
-    ids: torch.Tensor,
-    visible_lens: torch.Tensor,
-    reqs: torch.Tensor,
+    lists: TopkLists,
     kind: IndexKind,
     out: torch.Tensor,
     block_table: torch.Tensor | None,
@@ -20,6 +19,7 @@ def transform_topk(
     counts: torch.Tensor | None,
 ) -> None:
     """Convert top-k lists in torch: see :func:`attn.ops.topk_transform.transform_topk`."""
+    ids, visible_lens, reqs = lists
     listed = (ids >= 0) & (ids < visible_lens[:, None])
     owner = reqs.long()
     if kind is IndexKind.RAGGED:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from specs.cache_write import Rotation
 from specs.dtypes import CacheDType, KVQuantMode
 from specs.layouts import KVViews
 
@@ -50,8 +51,7 @@ def check_dense(
     dtypes: Sequence[torch.dtype],
     output_scale: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
+    scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> None:
     """Check that the tensors of a forward fit the layer.
 
@@ -63,8 +63,8 @@ def check_dense(
         dtypes: types of queries that are served.
         output_scale: the ``output_scale`` of ``forward``.
         lse: the ``output_lse`` of ``forward``.
-        k_scale: K scale of the layer, checked for a cache with one scale per tensor or per head.
-        v_scale: V scale of the layer, checked for a cache with one scale per tensor or per head.
+        scales: K and V scale of the layer, checked for a cache with one scale per tensor or per
+            head.
 
     Raises:
         ValueError: a tensor does not fit; the message names the argument and both values.
@@ -88,6 +88,7 @@ def check_dense(
             f"{value.dtype}"
         )
     if layer.cache_dtype.quant_mode is KVQuantMode.FP8_PER_TENSOR:
+        k_scale, v_scale = scales
         for name, factor in (("k_scale", k_scale), ("v_scale", v_scale)):
             check_scale(name, factor, (1, layer.num_kv_heads))
         if k_scale is not None and v_scale is not None and k_scale.numel() != v_scale.numel():
@@ -130,8 +131,22 @@ def check_given(**tensors: torch.Tensor | None) -> None:
         ValueError: a tensor is None; the message names it.
     """
     for name, tensor in tensors.items():
-        if tensor is None:
-            raise ValueError(f"{name} is needed, got None")
+        needed(name, tensor)
+
+
+def needed(name: str, tensor: torch.Tensor | None) -> torch.Tensor:
+    """The tensor of an argument that must not be None.
+
+    Args:
+        name: name of the argument.
+        tensor: value of the argument.
+
+    Raises:
+        ValueError: the tensor is None; the message names the argument.
+    """
+    if tensor is None:
+        raise ValueError(f"{name} is needed, got None")
+    return tensor
 
 
 def check_rows(name: str, rows: torch.Tensor, shape: tuple[int, ...]) -> None:
@@ -305,8 +320,7 @@ def check_kv_scale(name: str, scale: torch.Tensor, num_kv_heads: int) -> None:
 def check_rotated(
     query: torch.Tensor,
     key: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
+    rotation: Rotation,
     num_slots: int,
     dtypes: Sequence[torch.dtype],
 ) -> None:
@@ -315,14 +329,14 @@ def check_rotated(
     Args:
         query: ``[T, H, D]``.
         key: ``[T, Hk, D]``.
-        positions: ``[>= num_slots]`` int64 or int32.
-        cos_sin_cache: ``[max_position, rotary_dim]``.
+        rotation: at least ``num_slots`` positions, and the table.
         num_slots: length of the slot mapping.
         dtypes: types of tables that are served.
 
     Raises:
         ValueError: a tensor does not fit; the message names the argument and both values.
     """
+    positions, cos_sin_cache, _ = rotation
     head_size = key.shape[2]
     if query.dim() != 3 or query.shape[2] != head_size or query.dtype != key.dtype:
         raise ValueError(

@@ -66,18 +66,14 @@ def compile_calls(calls: Sequence[KernelCall], device: torch.device) -> None:
         list(pool.map(compile_group, groups.values()))
 
 
-@dataclass(frozen=True)
-class KernelCall:
-    """One launch of one Triton kernel."""
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """How a kernel is compiled and launched."""
 
-    kernel: Any
-    """The ``triton.jit`` function."""
-    grid: tuple[int, ...]
-    """Programs in up to three dimensions."""
-    arguments: Mapping[str, Any]
-    """Every argument by name: tensors, numbers, None and constexprs."""
     num_warps: int = 4
+    """Warps of a program."""
     num_stages: int = 2
+    """Stages of loops that Triton pipelines."""
     max_registers: int | None = None
     """Most registers per thread, so that several programs fit a multiprocessor; None leaves the
     number to the compiler."""
@@ -86,6 +82,18 @@ class KernelCall:
     (programmatic dependent launch)."""
     few_registers: bool = False
     """LLVM orders instructions so that they need few registers, if :func:`is_by_ptxas_13`."""
+
+
+@dataclass(frozen=True)
+class KernelCall(LaunchOptions):
+    """One launch of one Triton kernel, with its options."""
+
+    kernel: Any
+    """The ``triton.jit`` function."""
+    grid: tuple[int, ...]
+    """Programs in up to three dimensions."""
+    arguments: Mapping[str, Any]
+    """Every argument by name: tensors, numbers, None and constexprs."""
 
     def launch_through_triton(self) -> Any:
         """Enqueue the launch by Triton's own launcher.

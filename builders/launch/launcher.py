@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
@@ -31,7 +32,7 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction
 
-from builders.launch.call import KernelCall, collected
+from builders.launch.call import KernelCall, LaunchOptions, collected
 from builders.launch.compiled import CompiledLaunch, UnknownError, is_known_triton, picker
 
 MOST_SPECIALISED = 8
@@ -40,6 +41,7 @@ MOST_LAUNCHERS = 1024
 """Most launchers that :func:`launcher_of` and :func:`launch` keep, each."""
 _KNOBS = ("launch_enter_hook", "launch_exit_hook", "debug", "add_stages_inspection_hook")
 """Knobs of Triton's runtime that make launches visible to others, or change how Triton compiles."""
+_DEFAULT_OPTIONS = LaunchOptions()
 _BY_VALUE = (float, bool, type(None), str)
 """Types of arguments whose value is a part of the variant key in :func:`launch`, as constexprs'
 values are."""
@@ -60,11 +62,7 @@ class Launcher:
         varying: Sequence[str] | None = None,
         *,
         groups: Mapping[str, tuple[str, ...]] | None = None,
-        num_warps: int = 4,
-        num_stages: int = 2,
-        max_registers: int | None = None,
-        waits: bool = False,
-        few_registers: bool = False,
+        options: LaunchOptions = _DEFAULT_OPTIONS,
     ) -> None:
         """
         Args:
@@ -75,11 +73,7 @@ class Launcher:
                 fixed.
             groups: names in ``varying`` that stand for several consecutive arguments of the kernel.
                 A launch is given one :class:`~builders.launch.pointers.Pointers` for them.
-            num_warps: see :class:`~builders.launch.call.KernelCall`.
-            num_stages: see :class:`~builders.launch.call.KernelCall`.
-            max_registers: see :class:`~builders.launch.call.KernelCall`.
-            waits: see :class:`~builders.launch.call.KernelCall`.
-            few_registers: see :class:`~builders.launch.call.KernelCall`.
+            options: how the kernel is compiled and launched.
 
         Raises:
             TypeError: ``fixed`` and ``varying`` do not add up to the kernel's arguments, or a
@@ -105,12 +99,8 @@ class Launcher:
         """Every argument in the kernel's order; None for arguments that vary."""
         self.varying = tuple(sorted(wanted, key=lambda name: places[first[name]]))
         """Names of the arguments that vary, in the kernel's order."""
-        self._options: dict[str, Any] = {
-            "num_warps": num_warps,
-            "num_stages": num_stages,
-            "max_registers": max_registers,
-            "waits": waits,
-            "few_registers": few_registers,
+        self._options = {
+            field.name: getattr(options, field.name) for field in fields(LaunchOptions)
         }
         self._pick = picker(self.varying)
         self._compiled: list[CompiledLaunch] = []
@@ -270,15 +260,8 @@ def launch(call: KernelCall) -> None:
             for param, entry in zip(kernel.params, key[1 + len(call.options) :], strict=True)
             if entry is not None
         }
-        launcher = _launchers[(*key,)] = Launcher(
-            kernel,
-            fixed,
-            num_warps=call.num_warps,
-            num_stages=call.num_stages,
-            max_registers=call.max_registers,
-            waits=call.waits,
-            few_registers=call.few_registers,
-        )
+        # A call is the options of its launch, too.
+        launcher = _launchers[(*key,)] = Launcher(kernel, fixed, options=call)
     launcher(call.grid, *values)
 
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from builders.pages.tables import PAGE_SIZES
 from specs.base import cdiv, power_of_two
 
+PAGE_SIZES = (16, 32, 64, 128)
+"""Tokens per page that the vendor kernels take."""
 _TILE = 256
 
 

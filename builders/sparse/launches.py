@@ -39,7 +39,7 @@ class SparseLaunch:
     tile: SparseTile
     twin: SparseTile
     """The portable kernel's tile, for tensors that the Hopper kernel cannot read. Equal to ``tile``
-    where the portable kernel takes the rows anyway."""
+    where the portable kernel takes the rows anyway, and where there is no other tile."""
     rows: int
     """Most rows of a launch, for which there is scratch; a phase with more rows takes several
     launches."""

@@ -10,9 +10,7 @@ from dataclasses import dataclass
 
 from builders.splitkv.record import EVERY_KEY, MOST_SHARED, WASTE, VisibleKeys
 from builders.splitkv.segments import segment_of, segment_start
-from builders.splitkv.tiles import (
-    SplitTile,
-)
+from builders.splitkv.tiles import SplitTile
 from specs.base import cdiv
 
 
@@ -29,39 +27,52 @@ class HostPlan:
     more than there are groups."""
 
 
+@dataclass(frozen=True)
+class SplitRules:
+    """How the work of every step is cut, in a plan of one kernel and one layer."""
+
+    tile: SplitTile
+    """The split-KV tile."""
+    groups: int
+    """Groups of programs that share the work."""
+    head_loops: int
+    """Walks over the keys of each work item."""
+    short_query: int
+    """Longest query, in tokens, of a request that has work items."""
+    group_segments: int = 0
+    """Segments of a segment group, for plans without window or chunk; 0 where a work item has all
+    keys."""
+    least_tiles: int | None = None
+    """Fewest tiles of a share, where work items are cut between any two tiles; the plan's starts
+    then hold tiles of work items, not segments. None cuts work items at segments."""
+    row_cost: int = 0
+    """Tiles that the beginning of a work item counts as, where work items have different numbers of
+    tiles."""
+
+
 def plan_rows(
     query_lens: Sequence[int],
     kv_lens: Sequence[int],
-    tile: SplitTile,
-    groups: int,
-    head_loops: int,
-    short_query: int,
+    rules: SplitRules,
     visible: VisibleKeys = EVERY_KEY,
     is_causal: bool = False,
-    group_segments: int = 0,
-    least_tiles: int | None = None,
-    row_cost: int = 0,
 ) -> HostPlan:
     """Compute on the host what :func:`builders.splitkv.device.plan.plan_kernel` computes.
 
     Args:
-        query_lens: new tokens of each request. kv_lens: KV length of each request. tile: the
-        split-KV tile. groups: groups of programs that share the work. head_loops: walks over the
-        keys of each work item. short_query: longest query, in tokens, of a request that has work
-        items. visible: the keys that queries may see. is_causal: True if no query sees past itself.
-        group_segments: segments of a segment group, for plans without window or chunk; 0 where a
-        work
-            item has all keys.
-        least_tiles: fewest tiles of a share, where work items are cut between any two tiles.
-            ``starts`` then hold tiles of work items, not segments. None cuts them at segments.
-        row_cost: tiles that the beginning of a work item counts as, where work items have different
-            numbers of tiles.
+        query_lens: new tokens of each request.
+        kv_lens: KV length of each request.
+        rules: how work is cut.
+        visible: the keys that queries may see.
+        is_causal: True if no query of any request sees past itself.
     """
+    tile, groups, head_loops = rules.tile, rules.groups, rules.head_loops
+    group_segments, least_tiles = rules.group_segments, rules.least_tiles
     window, chunk, stripe = visible.window, visible.chunk, visible.stripe
     rows: list[list[int]] = []
     token = 0
     for req, (count, kv_len) in enumerate(zip(query_lens, kv_lens, strict=True)):
-        short = 0 < count <= short_query
+        short = 0 < count <= rules.short_query
         keys = kv_len if stripe is None else stripe.local_len(kv_len)
         last_tile = max(cdiv(keys, tile.kv_tile) - 1, 0)
         segment_groups = (
@@ -91,7 +102,7 @@ def plan_rows(
                 rows.append([req, token + skipped, taken, kv_len, first, *where])
         token += count
     # Work items of one length are cut into equal parts, so each share has as many beginnings.
-    cost = row_cost if len({fields[6] for fields in rows}) > 1 else 0
+    cost = rules.row_cost if len({fields[6] for fields in rows}) > 1 else 0
     place = 0
     for fields in rows:
         fields[7] = place

@@ -19,8 +19,8 @@ import torch
 
 from builders.buffers import GraphBuffers
 from builders.device import interprets
-from builders.launch.call import collected
-from builders.splitkv.host_twin import plan_rows
+from builders.launch.call import LaunchOptions, collected
+from builders.splitkv.host_twin import SplitRules, plan_rows
 from builders.splitkv.record import (
     EVERY_KEY,
     ONE_WARP,
@@ -340,7 +340,9 @@ class SplitPlanner:
             "ROW_COST": self.row_cost,
             "WAITS": self.starts_ahead,
         }
-        return Launcher(plan_kernel, fixed, num_warps=warps, waits=self.starts_ahead)
+        return Launcher(
+            plan_kernel, fixed, options=LaunchOptions(num_warps=warps, waits=self.starts_ahead)
+        )
 
     def _fill_on_host(
         self,
@@ -353,15 +355,17 @@ class SplitPlanner:
         plan = plan_rows(
             [stop - start for start, stop in pairwise(starts)],
             seq_lens.clamp(max=self.limits.max_kv_len).tolist(),
-            self.tile,
-            self.groups,
-            self.head_loops,
-            self.short_query,
+            SplitRules(
+                tile=self.tile,
+                groups=self.groups,
+                head_loops=self.head_loops,
+                short_query=self.short_query,
+                group_segments=self.segment_group,
+                least_tiles=(self.least_tiles or 1) if self.depends_on_batch else None,
+                row_cost=self.row_cost,
+            ),
             visible,
             is_causal,
-            self.segment_group,
-            (self.least_tiles or 1) if self.depends_on_batch else None,
-            self.row_cost,
         )
         self._fill_tiles("tile_starts", self.prefill.query_tile, starts)
         if self.hopper is not None:

@@ -18,7 +18,7 @@ from builders.batch import CommonAttentionMetadata, refuse_fields
 from builders.buffers import GraphBuffers
 from builders.checks.debug import debug_enabled
 from builders.device import device_facts
-from builders.pages.tables import RequestPlaces, list_pages
+from builders.pages.lists import RequestPlaces, list_pages
 from builders.splitkv.tiles import DenseShape
 from builders.vendor.flashinfer_parts import install as compat
 from builders.vendor.flashinfer_parts.choice import (

@@ -20,7 +20,7 @@ from builders.device import device_facts
 from builders.latent.prefill import ExpandedPrefill, with_block_table
 from builders.latent.record import LatentStep, captured_query_len, split_step
 from builders.latent.rows import flag_keyless
-from builders.pages.tables import list_pages
+from builders.pages.lists import list_pages
 from builders.vendor.flashinfer_parts import mla_calls as compat
 from builders.vendor.flashinfer_parts.lengths import (
     HostLengths,

@@ -19,6 +19,7 @@ from attn.reference.rope import apply_rope
 from attn.testing.batches import POISON_BYTE, is_poison
 from attn.testing.stored_rows import half_ulp
 from builders.launch.launcher import launch
+from specs.cache_write import CacheTarget, Rotation
 from specs.dtypes import CacheDType, DType
 from specs.layouts import DenseKVLayout, KVOrder, KVPacking, KVViews
 
@@ -104,7 +105,8 @@ def expected_bytes(
     """The bytes that the reference leaves in a poisoned buffer."""
     buffer = shape.buffer()
     views = shape.views(buffer)
-    reference.write_kv(key, value, views, slots, k_scale, v_scale, shape.cache_dtype)
+    target = CacheTarget(views, slots, k_scale, v_scale, shape.cache_dtype)
+    reference.write_kv(key, value, target)
     return buffer
 
 
@@ -126,11 +128,9 @@ def check_write(
         cache_write.write_kv_call(
             on_device(key),
             on_device(value),
-            shape.views(buffer),
-            on_device(slots),
-            on_device(k_scale),
-            on_device(v_scale),
-            shape.cache_dtype,
+            CacheTarget(
+                shape.views(buffer), *map(on_device, (slots, k_scale, v_scale)), shape.cache_dtype
+            ),
             hardware_e4m3=HARDWARE,
         )
     )
@@ -245,8 +245,9 @@ def test_a_nan_stays_one(cache_dtype: CacheDType) -> None:
     key[1, 1, 20], value[1, 2, 7] = torch.nan, torch.nan
     buffer = shape.buffer().to(DEVICE)
     views = shape.views(buffer)
-    arguments = (key, value, views, torch.tensor(SLOTS), *scales(3), cache_dtype)
-    launch(cache_write.write_kv_call(*map(on_device, arguments), hardware_e4m3=HARDWARE))
+    target = CacheTarget(views, *map(on_device, (torch.tensor(SLOTS), *scales(3))), cache_dtype)
+    rows = map(on_device, (key, value))
+    launch(cache_write.write_kv_call(*rows, target, hardware_e4m3=HARDWARE))
     table = torch.arange(N, dtype=torch.int32)
     layer_scales = tuple(map(on_device, scales(3)))
     real = reference.read_kv(views, table, 0, N * P, layer_scales, cache_dtype, torch.float32)
@@ -297,13 +298,15 @@ def check_rope(
             query,
             key,
             on_device(value),
-            torch.tensor(positions, dtype=torch.int64, device=DEVICE),
-            on_device(table),
-            is_neox,
-            shape.views(buffer),
-            torch.tensor(slots, dtype=torch.int64, device=DEVICE),
-            *map(on_device, scales(shape.heads)),
-            shape.cache_dtype,
+            Rotation(
+                torch.tensor(positions, dtype=torch.int64, device=DEVICE), on_device(table), is_neox
+            ),
+            CacheTarget(
+                shape.views(buffer),
+                torch.tensor(slots, dtype=torch.int64, device=DEVICE),
+                *map(on_device, scales(shape.heads)),
+                shape.cache_dtype,
+            ),
             hardware_e4m3=HARDWARE,
         )
     )
@@ -408,11 +411,12 @@ def test_query_and_key_may_have_different_lengths() -> None:
     turned = [apply_rope(x, positions[: len(x)], cos_sin(32), True) for x in (longer[:4], key)]
     around = longer.to(DEVICE, copy=True)
     got = [around[:4], key.to(DEVICE)]
-    arguments = (*got, value, positions, cos_sin(32), True)
-    rest = (shape.views(shape.buffer().to(DEVICE)), slots, *scales(3), CacheDType.AUTO)
+    rotation = Rotation(*map(on_device, (positions, cos_sin(32))), True)
+    written = map(on_device, (slots, *scales(3)))
+    target = CacheTarget(shape.views(shape.buffer().to(DEVICE)), *written, CacheDType.AUTO)
     launch(
         cache_write.rope_and_write_kv_call(
-            *map(on_device, (*arguments, *rest)), hardware_e4m3=HARDWARE
+            *got, on_device(value), rotation, target, hardware_e4m3=HARDWARE
         )
     )
     assert torch.equal(around[4:].cpu(), longer[4:])
@@ -442,7 +446,18 @@ def write_arguments(shape: Shape) -> dict[str, Any]:
 def call_for(shape: Shape, **changes: Any) -> cache_write.KernelCall:
     """The launch of a write without RoPE, with some arguments replaced."""
     arguments = write_arguments(shape) | changes
-    return cache_write.write_kv_call(**arguments, hardware_e4m3=False)
+    return cache_write.write_kv_call(**grouped(arguments), hardware_e4m3=False)
+
+
+def grouped(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by name, those of a rotation and of a target in their records."""
+    rest = dict(arguments)
+    groups = {"target": CacheTarget, "rotation": Rotation}
+    return {
+        name: group(*(rest.pop(field) for field in group._fields))
+        for name, group in groups.items()
+        if rest.keys() >= {*group._fields}
+    } | rest
 
 
 def rope_call_for(shape: Shape, **changes: Any) -> cache_write.KernelCall:
@@ -461,7 +476,7 @@ def rope_call_for(shape: Shape, **changes: Any) -> cache_write.KernelCall:
         "v_scale": scales(shape.heads)[1],
         "cache_dtype": shape.cache_dtype,
     }
-    return cache_write.rope_and_write_kv_call(**(arguments | changes), hardware_e4m3=False)
+    return cache_write.rope_and_write_kv_call(**grouped(arguments | changes), hardware_e4m3=False)
 
 
 @pytest.mark.parametrize("make", [call_for, rope_call_for])
@@ -591,8 +606,9 @@ def operate(shape: Shape, monkeypatch: pytest.MonkeyPatch, has_kernel: bool | No
     slots = torch.tensor(SLOTS[:5], device=DEVICE)
     positions, table = torch.tensor(POSITIONS[:6], device=DEVICE), cos_sin(32).to(DEVICE)
     rest = (slots, *map(on_device, scales(3)), shape.cache_dtype)
-    operations.write_kv(key, value, first, *rest)
-    operations.rope_and_write_kv(query, key, value, positions, table, True, second, *rest)
+    operations.write_kv(key, value, CacheTarget(first, *rest))
+    rotation = Rotation(positions, table, True)
+    operations.rope_and_write_kv(query, key, value, rotation, CacheTarget(second, *rest))
     return [x.cpu() for x in (query.float(), key.float(), *buffers)]
 
 
@@ -629,8 +645,8 @@ def test_writes_alike_share_a_launcher_and_all_others_are_checked_anew(
 ) -> None:
     monkeypatch.setattr(cache_write, "_launchers", {})
     arguments = write_arguments(Shape(tokens=5))
-    made = cache_write.write_kv_launch(**arguments, hardware_e4m3=False).call
-    wanted = cache_write.write_kv_call(**arguments, hardware_e4m3=False)
+    made = cache_write.write_kv_launch(**grouped(arguments), hardware_e4m3=False).call
+    wanted = cache_write.write_kv_call(**grouped(arguments), hardware_e4m3=False)
     assert made.grid == wanted.grid
     for name, value in wanted.arguments.items():
         given = made.arguments[name]
@@ -638,7 +654,7 @@ def test_writes_alike_share_a_launcher_and_all_others_are_checked_anew(
         assert same or given == value, name
     (launcher,) = cache_write._launchers.values()
     fewer = arguments | {name: arguments[name][:-1] for name in ("key", "value", "slot_mapping")}
-    again = cache_write.write_kv_launch(**fewer, hardware_e4m3=False)
+    again = cache_write.write_kv_launch(**grouped(fewer), hardware_e4m3=False)
     assert again.launcher is launcher
     assert again.call.arguments["num_slots"] == len(fewer["slot_mapping"])
     key, slots = arguments["key"], arguments["slot_mapping"]
@@ -649,10 +665,10 @@ def test_writes_alike_share_a_launcher_and_all_others_are_checked_anew(
         ({"key": key.double(), "value": arguments["value"].double()}, "key must be float16"),
     ):
         with pytest.raises((ValueError, NotImplementedError), match=said):
-            cache_write.write_kv_launch(**(arguments | changes), hardware_e4m3=False)
+            cache_write.write_kv_launch(**grouped(arguments | changes), hardware_e4m3=False)
     # A single row has no next row, so the stride to it cannot misalign anything.
     one = {name: arguments[name][:1] for name in ("key", "value", "slot_mapping")}
     assert (
-        cache_write.write_kv_launch(**(arguments | one), hardware_e4m3=False).launcher
+        cache_write.write_kv_launch(**grouped(arguments | one), hardware_e4m3=False).launcher
         is not launcher
     )

@@ -26,6 +26,7 @@ from attn.kernels.sparse.indexer.launch import (
 from attn.kernels.sparse.launcher import sparse_calls
 from attn.kernels.sparse.layer import SparseLayer, SparseTensors
 from builders.launch.call import KernelCall
+from builders.sparse.arguments import IndexerKeys, RequestPages
 from builders.sparse.hopper_tiles import index_tile_of
 from builders.sparse.tiles import IndexTile, SparseShape, SparseTile, sparse_tile
 from specs.devices import KNOWN_DEVICES, DeviceKind
@@ -86,14 +87,14 @@ def index_calls(dtype: torch.dtype, tile: IndexTile, hardware: bool) -> dict[str
     lens = torch.empty(rows, dtype=torch.int32)
     logits = torch.empty(rows, 4096)
     keys, scales = torch.empty(4096, 128).to(e4m3), torch.empty(4096)
-    ragged = (query, weights, keys, scales, lens, lens, logits, tile)
+    ragged = (query, weights, IndexerKeys(keys, scales), lens, lens, logits, tile)
     return {
         "paged logits": paged_logits_call(
-            query, weights, cache, table, None, lens, logits, tile, hardware_e4m3=hardware
+            query, weights, cache, RequestPages(table), lens, logits, tile, hardware_e4m3=hardware
         ),
         "ragged logits": ragged_logits_call(*ragged, hardware_e4m3=hardware),
         "selection": select_topk_call(
-            logits, lens, torch.empty(rows, TOPK).int(), None, table, 64, None, None, tile
+            logits, lens, torch.empty(rows, TOPK).int(), None, RequestPages(table), None, tile
         ),
         "keys": write_keys_call(
             torch.empty(rows, 128).bfloat16(),

@@ -28,9 +28,11 @@ from builders.dense.dequantised import DequantisedKeys, launch_dequantised_pages
 from builders.latent.prefill import PagedRows
 from builders.latent.tables import BURST, launch_latent_table
 from builders.launch.call import KernelCall, collected_calls
+from builders.pages.lists import RequestPlaces, launch_page_list
 from builders.pages.phase_tables import PhaseTable, StepRows, launch_tables
-from builders.pages.tables import PageTable, RequestPlaces, launch_page_list, launch_page_table
 from builders.sparse.rows import RowLengths, launch_context, launch_rows
+from specs.cache_write import Rotation, UnrotatedLatents
+from specs.layouts import KVViews
 from tests.compile.compile_matrix import Compiler
 from tests.compile.variants import TARGETS
 
@@ -89,8 +91,9 @@ def _row_calls(hardware: bool) -> Iterator[KernelCall]:
     for is_neox in (False, True):
         for keys, views, listed in ((packed[:, 0].contiguous(), None, None), (None, cache, slots)):
             yield rope_quantize_call(
-                *(nope, rope, rows[:, :rank], rows[:, rank:], slots, torch.zeros(8, _ROPE)),
-                *(is_neox, scales, packed, keys, views, listed),
+                UnrotatedLatents(nope, rope, rows[:, :rank], rows[:, rank:]),
+                Rotation(slots, torch.zeros(8, _ROPE), is_neox),
+                *(scales, packed, keys, views, listed),
                 hardware_e4m3=hardware,
             )
     with collected_calls() as calls:
@@ -102,7 +105,7 @@ def _row_calls(hardware: bool) -> Iterator[KernelCall]:
     keys, values = torch.zeros(64, 16, 192, **bf16), torch.zeros(64, 16, 128, **bf16)
     weights = torch.zeros(rank, 16, 128, **bf16)
     yield expand_call(
-        *(*cache, weights, weights, keys, values),
+        *(*cache, weights, weights, KVViews(keys, values)),
         paged=paged,
         scale=scales[0],
         hardware_e4m3=hardware,
@@ -119,9 +122,6 @@ def _page_calls(most: int) -> list[KernelCall]:
     table, lens, starts = integers(reqs, columns), integers(reqs), integers(reqs + 1)
     decode, prefill = (PhaseTable(most, 128, 16, "cpu") for _ in range(2))
     with collected_calls() as calls:
-        for page_size in (64, 16):
-            pages = PageTable(integers(reqs, 8), lens, starts, most)
-            launch_page_table(table, lens, pages, 64, page_size)
         launch_page_list(table, lens, 16, None, most)
         places = RequestPlaces(integers(3 * reqs + 4), 1)
         for skipped in (lens, None):

@@ -17,7 +17,7 @@ COPIES = (
     *("rope_quantize_kernel", "quantize_rows_kernel", "expand_kernel"),
 )
 TABLES = (
-    *("page_table_kernel", "page_list_kernel", "phase_tables_kernel", "dequantised_pages_kernel"),
+    *("page_list_kernel", "phase_tables_kernel", "dequantised_pages_kernel"),
     *("sparse_rows_kernel", "context_slots_kernel", "latent_table_kernel"),
 )
 

@@ -39,9 +39,11 @@ from builders.batch import CommonAttentionMetadata
 from builders.dense.triton_attn import TritonAttentionMetadataBuilder
 from builders.latent.triton_mla import TritonMLAMetadataBuilder
 from builders.launch.call import KernelCall, collected_calls
+from builders.sparse.arguments import TopkLists
 from builders.sparse.hopper_tiles import hopper_sparse_tile, usual_options
 from builders.sparse.tiles import SparseShape
 from specs.attention import AttentionType
+from specs.cache_write import CacheTarget, Rotation
 from specs.devices import KNOWN_DEVICES
 from specs.dtypes import CacheDType, DType
 from specs.engine import DecodeKernel, EngineConfig, Kernels, PrefillKernel, SpeculativeConfig
@@ -827,15 +829,12 @@ def _write_call(layer: Layer, rope: bool, hardware_e4m3: bool) -> KernelCall:
     query = torch.zeros(tokens, heads, size, dtype=dtype)
     key = torch.zeros(tokens, kv_heads, size, dtype=dtype)
     value = torch.zeros(tokens, kv_heads, layer.v_size, dtype=dtype)
-    turns = (torch.arange(tokens), torch.zeros(64, size, dtype=dtype), layer.neox)
-    common = (views, torch.arange(tokens), scales._k_scale, scales._v_scale, layer.cache)
-    if rope:
-        call = rope_and_write_kv_call(
-            query, key, value, *turns, *common, hardware_e4m3=hardware_e4m3
-        )
-    else:
-        call = write_kv_call(key, value, *common, hardware_e4m3=hardware_e4m3)
-    return call
+    slots = torch.arange(tokens)
+    target = CacheTarget(views, slots, scales._k_scale, scales._v_scale, layer.cache)
+    if not rope:
+        return write_kv_call(key, value, target, hardware_e4m3=hardware_e4m3)
+    rotation = Rotation(torch.arange(tokens), torch.zeros(64, size, dtype=dtype), layer.neox)
+    return rope_and_write_kv_call(query, key, value, rotation, target, hardware_e4m3=hardware_e4m3)
 
 
 def _latent_write_call(layer: Layer, hardware_e4m3: bool) -> KernelCall:
@@ -849,12 +848,12 @@ def _latent_write_call(layer: Layer, hardware_e4m3: bool) -> KernelCall:
         query,
         row[..., rank:],
         row[..., :rank],
-        torch.arange(tokens),
-        torch.zeros(64, size - rank),
-        layer.neox,
-        KVViews(rope, latent),
-        torch.arange(tokens),
-        *(torch.ones(()), torch.ones(()), layer.cache),
+        Rotation(torch.arange(tokens), torch.zeros(64, size - rank), layer.neox),
+        CacheTarget(
+            KVViews(rope, latent),
+            torch.arange(tokens),
+            *(torch.ones(()), torch.ones(()), layer.cache),
+        ),
         hardware_e4m3=hardware_e4m3,
     )
 
@@ -899,7 +898,7 @@ def _topk_call(layer: Layer) -> KernelCall:
         collected_calls() as calls,
     ):
         transform_topk(
-            *(ids, lens, lens, layer.index_kind, torch.empty_like(ids)),
+            *(TopkLists(ids, lens, lens), layer.index_kind, torch.empty_like(ids)),
             block_table=ids,
             block_size=layer.block_size,
             offsets=lens,

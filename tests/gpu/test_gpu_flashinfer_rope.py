@@ -11,7 +11,7 @@ from torch import Tensor
 from attn.ops.rope_quant import rope_quantize, rope_quantize_by_flashinfer
 from builders.vendor.flashinfer_parts.install import unavailable_reason
 from builders.vendor.flashinfer_parts.rope import load_rope
-from tests.latent.rope_ties import differences, real_rows
+from tests.latent.rope_ties import differences, grouped, real_rows
 
 pytestmark = pytest.mark.gpu
 CUDA, E4M3 = torch.device("cuda"), torch.float8_e4m3fn
@@ -68,13 +68,15 @@ def test_both_give_the_same_bits_up_to_ties(
         k_out = torch.zeros(tokens, RANK + ROPE, device=CUDA).to(E4M3)
         raw = torch.full((4, P, RANK + ROPE), 0xFF, dtype=torch.uint8, device=CUDA).view(E4M3)
         cache = raw[..., :RANK], raw[..., RANK:]
-        more: Any = {"is_neox": is_neox, "cache": cache, "slot_mapping": slots}
+        more: Any = {"cache": cache, "slot_mapping": slots, **grouped(**given, is_neox=is_neox)}
         if is_ours:
-            scales = [torch.tensor(scale, device=CUDA) for scale in SCALES]
-            rope_quantize(*given.values(), more.pop("is_neox"), *scales, q_out, k_out, **more)
+            q_scale, k_scale = (torch.tensor(scale, device=CUDA) for scale in SCALES)
+            rope_quantize(q_scale=q_scale, k_scale=k_scale, q_out=q_out, k_out=k_out, **more)
         else:
-            neox = more.pop("is_neox")
-            rope_quantize_by_flashinfer(*given.values(), neox, *SCALES, q_out, k_out, **more)
+            q_factor, k_factor = SCALES
+            rope_quantize_by_flashinfer(
+                q_scale=q_factor, k_scale=k_factor, q_out=q_out, k_out=k_out, **more
+            )
         # The cache holds exactly the rows that have a slot.
         kept = slots >= 0
         rows = raw.view(torch.uint8).flatten(0, 1)

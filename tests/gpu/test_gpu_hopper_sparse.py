@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn.ops.sparse_mla import sparse_mla, workspace_for
 from builders.device import device_facts
 from builders.sparse.hopper_tiles import hopper_sparse_tile, usual_options
+from builders.sparse.launches import workspace_for
 from builders.sparse.tiles import SparseShape, SparseTile
 from specs.devices import DeviceKind
 from specs.rows import LatentFormat
-from tests.sparse.sparse_cases import LAYOUTS, SparseCase, SparseTrial
+from tests.sparse.sparse_cases import LAYOUTS, SparseCase, SparseTrial, attend
 
 DEVICE = torch.device("cuda")
 TOPK = 640
@@ -90,7 +90,7 @@ def served(*heads: int) -> list[Any]:
 
 def run(trial: SparseTrial, tile: SparseTile, **changes: Any) -> tuple[Tensor, Tensor]:
     out, lse = trial.results()
-    sparse_mla(**{**trial.arguments(), **changes}, output=out, lse=lse, tile=tile)
+    attend(**{**trial.arguments(), **changes}, output=out, lse=lse, tile=tile)
     return out, lse
 
 
@@ -159,7 +159,7 @@ def test_every_launch_gives_the_same_bits(layout: LatentFormat, heads: int, rows
         tile, first = tile_of(trial.case, rows, **changes), None
         for _ in range(LAUNCHES):
             out, lse = (torch.cat([tensor] * COPIES) for tensor in once)
-            sparse_mla(**given, output=out, lse=lse, tile=tile)
+            attend(**given, output=out, lse=lse, tile=tile)
             for copy in zip(out.chunk(COPIES), lse.chunk(COPIES), strict=True):
                 first = first or copy
                 assert same(first, copy), changes
@@ -186,7 +186,7 @@ def test_bits_do_not_depend_on_who_is_last(layout: LatentFormat, heads: int, cop
             for poison in (workspace.states, workspace.sums):
                 poison.fill_(float("nan") if launch % 2 else 0.0)
             out, lse = (torch.cat([tensor] * copies) for tensor in once)
-            sparse_mla(**given, output=out, lse=lse, tile=tile, workspace=workspace)
+            attend(**given, output=out, lse=lse, tile=tile, workspace=workspace)
             first = first or (out, lse)
             assert same(first, (out, lse)), (changes, launch)
             assert not workspace.counters.any(), (changes, launch)
@@ -209,10 +209,10 @@ def test_a_graph_replays_other_lists(layout: LatentFormat, heads: int) -> None:
         tile = tile_of(trials[0].case, rows, **changes)
         workspace = workspace_for(tile, len(LENS), heads, TOPK, 512, DEVICE)
         given = {**static, "output": out, "lse": lse, "tile": tile, "workspace": workspace}
-        sparse_mla(**given)
+        attend(**given)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            sparse_mla(**given)
+            attend(**given)
         for trial in (*trials[1:], trials[0]):
             for name, tensor in trial.arguments().items():
                 if isinstance(static[name], Tensor) and name != "k_scale":

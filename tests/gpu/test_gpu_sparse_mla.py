@@ -16,14 +16,14 @@ from attn.ops.indexer import (
     select_topk,
     write_index_keys,
 )
-from attn.ops.sparse_mla import sparse_mla
 from attn.reference import indexer as reference
 from builders.device import device_facts
+from builders.sparse.arguments import RequestPages
 from builders.sparse.launches import workspace_for
 from builders.sparse.tiles import IndexTile, SparseShape, SparseTile, sparse_tile
 from specs.devices import DeviceKind
 from specs.rows import LatentFormat
-from tests.sparse.sparse_cases import LAYOUTS, SparseCase, SparseTrial
+from tests.sparse.sparse_cases import LAYOUTS, SparseCase, SparseTrial, attend
 
 DEVICE = torch.device("cuda")
 TOPK = 640
@@ -56,7 +56,7 @@ def run(trial: SparseTrial, tile: SparseTile, **changes: Any) -> tuple[Tensor, T
     out, lse = trial.results()
     arguments = {**trial.arguments(), **changes}
     rows = slice(0, len(arguments["query"]))
-    sparse_mla(**arguments, output=out[rows], lse=lse[rows], tile=tile)
+    attend(**arguments, output=out[rows], lse=lse[rows], tile=tile)
     return out[rows], lse[rows]
 
 
@@ -130,7 +130,7 @@ def test_every_launch_gives_the_same_bits(layout: LatentFormat, heads: int, rows
 
     def launch() -> list[tuple[Tensor, Tensor]]:
         out, lse = (torch.cat([tensor] * COPIES) for tensor in once)
-        sparse_mla(**given, output=out, lse=lse, tile=tile)
+        attend(**given, output=out, lse=lse, tile=tile)
         return list(zip(out.chunk(COPIES), lse.chunk(COPIES), strict=True))
 
     first = launch()[0]
@@ -154,10 +154,10 @@ def test_a_graph_replays_other_lists(layout: LatentFormat, heads: int) -> None:
         tile = tile_of(trials[0].case, rows)
         workspace = workspace_for(tile, len(LENS), heads, TOPK, 512, DEVICE)
         given = {**static, "output": out, "lse": lse, "tile": tile, "workspace": workspace}
-        sparse_mla(**given)
+        attend(**given)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            sparse_mla(**given)
+            attend(**given)
         for trial in (*trials[1:], trials[0]):
             for name, tensor in trial.arguments().items():
                 if isinstance(static[name], Tensor) and name != "k_scale":
@@ -328,7 +328,7 @@ def test_selection_is_that_of_a_stable_sort(length: int) -> None:
     wanted = torch.zeros_like(out, device="cpu")
     wanted_lens = torch.zeros_like(out_lens, device="cpu")
     given = (logits.cpu(), lens.cpu(), wanted, wanted_lens)
-    reference.select_topk(*given, None, 64, None, None)
+    reference.select_topk(*given, None, None)
     assert torch.equal(out.cpu(), wanted)
     assert torch.equal(out_lens.cpu(), wanted_lens)
     for _ in range(LAUNCHES):
@@ -345,7 +345,7 @@ def test_a_graph_of_logits_and_selection_replays_other_lengths() -> None:
 
     def step(logits: Tensor, out: Tensor) -> None:
         paged_index_logits(keys.query, keys.weights, keys.cache, keys.table, None, lens, logits)
-        select_topk(logits, lens, out, block_table=keys.table)
+        select_topk(logits, lens, out, pages=RequestPages(keys.table))
 
     step(logits, out)
     graph = torch.cuda.CUDAGraph()

@@ -18,6 +18,7 @@ from attn.testing.batches import POISON_BYTE, WILD_BLOCK
 from builders.batch import CommonAttentionMetadata
 from builders.sparse import choice as sparse_mla_choice
 from builders.sparse import vendor_calls as sparse_calls
+from builders.sparse.arguments import TopkLists
 from builders.sparse.rows import RowLengths, context_slots, expand_rows, fill_rows, list_context
 from builders.sparse.sparse_mla import SparseMLAMetadataBuilder
 from specs.dtypes import DType
@@ -146,7 +147,7 @@ def test_lists_become_what_their_twin_says(kind: IndexKind, compact: bool, topk:
         out, slots = (torch.zeros(rows, width, dtype=torch.int32, device=CUDA) for _ in range(2))
         counts = torch.zeros(rows, dtype=torch.int32, device=CUDA)
         transform_topk(
-            *(ids, visible, owner, kind, out),
+            *(TopkLists(ids, visible, owner), kind, out),
             block_table=table,
             block_size=P,
             offsets=offsets,
@@ -231,7 +232,8 @@ def test_a_step_is_built_without_waiting_and_replayed(
         rows = record.decode
         slots = rows.chunks[0].slots.view_as(rows.indices) if rows.chunks else None
         transform_topk(
-            *(ids, rows.lengths.visible_lens, rows.lengths.reqs, rows.plan.index_kind),
+            TopkLists(ids, rows.lengths.visible_lens, rows.lengths.reqs),
+            rows.plan.index_kind,
             rows.indices,
             block_table=rows.block_table,
             block_size=P,

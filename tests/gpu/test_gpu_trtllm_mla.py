@@ -16,6 +16,7 @@ from attn.testing.latent_trial import LatentTrial
 from builders.vendor.flashinfer_parts.install import unavailable_reason
 from builders.vendor.flashinfer_parts.rope import load_rope
 from specs.attention import MlaKernel, RopeKernel
+from specs.cache_write import Rotation, UnrotatedLatents
 from specs.dtypes import CacheDType, DType
 
 pytestmark = pytest.mark.gpu
@@ -110,9 +111,8 @@ def test_quotients_have_the_bits_of_divisions(dtype: torch.dtype, scale: float) 
     table, positions = torch.ones(1, 64, device=CUDA), torch.zeros(128, device=CUDA).long()
     q_out = torch.zeros(128, 1, 576, device=CUDA).to(torch.float8_e4m3fn)
     k_out, factor = q_out[:, 0].clone(), torch.tensor(scale, device=CUDA)
-    rope_quantize(
-        *(*given, rows, given[1][:, 0], positions, table, False, factor, factor, q_out, k_out)
-    )
+    latents = UnrotatedLatents(*given, rows, given[1][:, 0])
+    rope_quantize(latents, Rotation(positions, table, False), factor, factor, q_out, k_out)
     wanted = (rows.float() / factor).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
     for found in (q_out[:, 0, :512], k_out[:, :512]):
         assert torch.equal(found.contiguous().view(torch.uint8), wanted)

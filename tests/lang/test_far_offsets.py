@@ -22,7 +22,6 @@ from attn.ops.dispatch import has_kernel
 from attn.ops.gather import pack_query
 from attn.ops.indexer import gather_index_keys, paged_index_logits, write_index_keys
 from attn.ops.rope_quant import rope_quantize
-from attn.ops.sparse_mla import sparse_mla
 from attn.testing import batches
 from attn.testing.batches import BatchSpec, Heads, poisoned
 from attn.testing.cases import Case, Feature, LatentCase
@@ -31,11 +30,12 @@ from attn.testing.latent_trial import LatentTrial
 from attn.testing.trial import CaseResult, Trial
 from builders.sparse.tiles import SparseTile
 from specs.attention import AttentionType
+from specs.cache_write import Rotation, UnrotatedLatents
 from specs.dtypes import CacheDType, DType
 from specs.layouts import KVOrder, KVPacking
 from specs.rows import LatentFormat
 from tests.lang.far_memory import PAGE_BYTES, far_pages, spread
-from tests.sparse.sparse_cases import LAYOUTS, SparseCase, SparseTrial
+from tests.sparse.sparse_cases import LAYOUTS, SparseCase, SparseTrial, attend
 from tests.sparse.test_index_kernels import Paged
 
 pytestmark = pytest.mark.skipif(
@@ -183,7 +183,7 @@ def test_listed_rows_lie_anywhere(layout: LatentFormat, name: str) -> None:
     queries = {name: spread(given[name], 0, ROW) for name in ("query", "rotary")}
     for changes in ({"kv_cache": pages}, {"kv_cache": rows}, queries):
         out, lse = trial.results()
-        sparse_mla(**{**given, **changes}, output=out, lse=lse, tile=tile)
+        attend(**{**given, **changes}, output=out, lse=lse, tile=tile)
         assert trial.misses(out, lse) == {}
 
 
@@ -248,8 +248,9 @@ def test_latent_rows_are_rotated_and_written() -> None:
         e4m3 = pages.view(torch.float8_e4m3fn)
         out = torch.zeros(tokens, 2, rank + rope).to(torch.float8_e4m3fn)
         rope_quantize(
-            *(nope, q_pe, spread(kv_c, 0, ROW), spread(k_pe, 0, ROW)),
-            *(torch.arange(tokens), table, True, one, one, out, None),
+            UnrotatedLatents(nope, q_pe, spread(kv_c, 0, ROW), spread(k_pe, 0, ROW)),
+            Rotation(torch.arange(tokens), table, True),
+            *(one, one, out, None),
             (e4m3[..., :rank], e4m3[..., rank:]),
             slots,
         )

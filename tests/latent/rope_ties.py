@@ -6,8 +6,12 @@ Kernels may multiply by a reciprocal where another divides, and fuse a product w
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from specs.cache_write import Rotation, UnrotatedLatents
 
 LARGEST = 448.0
 
@@ -51,3 +55,12 @@ def differences(one: Tensor, other: Tensor, real: Tensor, size: Tensor, scale: f
     if bool(odd.any()):
         found.append(f"{int(odd.sum())} of {int(differ.sum())} differ where there is no tie")
     return found
+
+
+def grouped(**given: Any) -> dict[str, Any]:
+    """Arguments by name, with those of queries, rows and rotation in their records."""
+    return {
+        "latents": UnrotatedLatents(*(given.pop(name) for name in UnrotatedLatents._fields)),
+        "rotation": Rotation(*(given.pop(name) for name in Rotation._fields)),
+        **given,
+    }

@@ -12,6 +12,7 @@ from attn.ops import rope_quant
 from attn.ops.rope_quant import rope_quantize
 from builders.launch.call import collected_calls
 from builders.launch.launcher import launch
+from tests.latent.rope_ties import grouped
 
 E4M3 = torch.float8_e4m3fn
 T, H, RANK, ROPE, P = 5, 3, 96, 32, 16
@@ -81,7 +82,9 @@ def test_all_parts_are_rotated_in_fp32_and_rounded_once(
     k_out = torch.zeros(T, rank + ROPE).to(E4M3)
     scales = torch.tensor(0.037), torch.tensor(0.25)
     rope_quantize(
-        **given, is_neox=is_neox, q_scale=scales[0], k_scale=scales[1], q_out=q_out, k_out=k_out
+        **grouped(**given, is_neox=is_neox, q_scale=scales[0], k_scale=scales[1]),
+        q_out=q_out,
+        k_out=k_out,
     )
     table, positions = given["cos_sin_cache"], given["positions"]
     q_real = torch.cat(
@@ -106,7 +109,7 @@ def test_kernel_and_twin_give_the_same_bits(is_neox: bool, monkeypatch: pytest.M
     for is_kernel in (True, False):
         monkeypatch.setattr(rope_quant, "has_kernel", lambda rows, is_kernel=is_kernel: is_kernel)
         out = torch.zeros(T, H, RANK + ROPE).to(E4M3)
-        rope_quantize(**given, is_neox=is_neox, q_scale=scale, k_scale=scale, q_out=out)
+        rope_quantize(**grouped(**given, is_neox=is_neox, q_scale=scale, k_scale=scale), q_out=out)
         found.append(out.view(torch.uint8))
     assert torch.equal(*found)
 
@@ -122,7 +125,7 @@ def test_rows_go_straight_to_their_slots() -> None:
     one = torch.ones(())
     with collected_calls() as calls:
         rope_quantize(
-            **given, is_neox=False, q_scale=one, k_scale=one, q_out=q_out, k_out=k_out,
+            **grouped(**given, is_neox=False, q_scale=one, k_scale=one), q_out=q_out, k_out=k_out,
             cache=cache, slot_mapping=slots,
         )  # fmt: skip
     assert len(calls) <= 1
@@ -158,4 +161,4 @@ def test_what_is_missing_or_does_not_fit_is_named(changes: dict[str, Any], messa
         "q_out": torch.zeros(T, H, RANK + ROPE).to(E4M3),
     }
     with pytest.raises(ValueError, match=message):
-        rope_quantize(**{**inputs(), **known, **changes})
+        rope_quantize(**grouped(**{**inputs(), **known, **changes}))

@@ -23,6 +23,7 @@ from builders.dense.triton_attn import TritonAttentionMetadataBuilder
 from builders.launch import call as kernel_calls
 from builders.launch.call import (
     KernelCall,
+    LaunchOptions,
     collected_calls,
     compile_calls,
     is_by_ptxas_13,
@@ -95,8 +96,8 @@ def test_variants_compile_side_by_side_and_calls_of_one_after_another(
     monkeypatch.setattr(torch.cuda, "device", device)
     one, other = Compiled(["a", "B"]), Compiled(["a", "B"])
     arguments = [(one, 1, 7), (one, 2, 7), (one, 1, 8), (other, 1, 7)]
-    calls = [KernelCall(kernel, (1,), {"a": a, "B": b}, 8) for kernel, a, b in arguments]
-    calls.append(KernelCall(one, (1,), {"a": 1, "B": 7}, 4))
+    calls = [KernelCall(kernel, (1,), {"a": a, "B": b}, num_warps=8) for kernel, a, b in arguments]
+    calls.append(KernelCall(one, (1,), {"a": 1, "B": 7}, num_warps=4))
     compile_calls(calls, torch.device("cuda", 3))
     assert len({call.variant for call in calls}) == 4
     assert entered == [3] * 4
@@ -121,14 +122,18 @@ def test_a_compile_that_fails_is_not_passed_over(monkeypatch: pytest.MonkeyPatch
 
 def test_a_record_launches_by_name() -> None:
     kernel = Recorder(["a", "b"])
-    launch(KernelCall(kernel, (2, 3), {"b": 1, "a": 2}, 8, 4, 128))
+    launch(
+        KernelCall(kernel, (2, 3), {"b": 1, "a": 2}, num_warps=8, num_stages=4, max_registers=128)
+    )
     options = {"num_warps": 8, "num_stages": 4, "maxnreg": 128, "enable_fp_fusion": True}
     assert kernel.calls == [((2, 3), (), {"a": 2, "b": 1, **options})]
 
 
 def test_a_launcher_gives_every_argument_in_the_kernels_order() -> None:
     kernel = Recorder(["a", "b", "c", "d"])
-    launcher = Launcher(kernel, {"d": 4, "b": 2}, ["c", "a"], num_warps=8, num_stages=4)
+    launcher = Launcher(
+        kernel, {"d": 4, "b": 2}, ["c", "a"], options=LaunchOptions(num_warps=8, num_stages=4)
+    )
     launch = launcher.bind((5,), {"c": 3, "a": 1, "of another": 5})
     assert [*launch.call.arguments.items()] == [("a", 1), ("b", 2), ("c", 3), ("d", 4)]
     launch.launch()
@@ -143,7 +148,7 @@ def test_instructions_are_ordered_for_few_registers_where_that_helps(
     by_13: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel_calls, "is_by_ptxas_13", lambda: by_13)
-    launcher = Launcher(Recorder(["a"]), {}, ["a"], few_registers=True)
+    launcher = Launcher(Recorder(["a"]), {}, ["a"], options=LaunchOptions(few_registers=True))
     assert ("sched4reg" in launcher.call((1,), [1]).options) == by_13
     assert "sched4reg" not in KernelCall(Recorder(["a"]), (1,), {"a": 1}).options
 

@@ -38,7 +38,7 @@ from attn.kernels.latent.hopper_wide.kernel import hopper_mla_kernel
 from builders.buffers import GraphBuffers
 from builders.launch import compiled as compiled_launch
 from builders.launch import launcher as launch_module
-from builders.launch.call import KernelCall, collected_calls
+from builders.launch.call import KernelCall, LaunchOptions, collected_calls
 from builders.launch.compiled import is_known_triton
 from builders.launch.launcher import MOST_SPECIALISED, Launcher, launch, launcher_of
 from builders.launch.pointers import Pointers
@@ -623,7 +623,7 @@ def test_a_launch_that_is_collected_is_not_made(gpu: Driver) -> None:
     given = (
         {"desc": given.pop("desc")} | {name: tensor(torch.int32) for name in PLAN_POINTERS} | given
     )
-    launch = Launcher(kernel_of(gpu), FIXED, num_warps=2, waits=True)
+    launch = Launcher(kernel_of(gpu), FIXED, options=LaunchOptions(num_warps=2, waits=True))
     for _ in range(2):
         with collected_calls() as calls:
             launch((3,), *given.values())

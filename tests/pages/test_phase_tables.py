@@ -12,13 +12,13 @@ import torch
 
 from builders.device import interprets
 from builders.pages.phase_tables import (
+    PAGE_SIZES,
     PhaseTable,
     StepRows,
     fill_tables,
     launch_tables,
     write_tables,
 )
-from builders.pages.tables import PAGE_SIZES
 
 WILD = 2**30
 WRITERS = [pytest.param(write_tables, id="torch")]

@@ -19,6 +19,7 @@ from attn.reference.cache import (
 )
 from attn.testing import batches, stored_rows
 from attn.testing.batches import POISON_BYTE, WILD_BLOCK
+from specs.cache_write import CacheTarget
 from specs.dtypes import CacheDType, DType
 from specs.layouts import DenseKVLayout, KVOrder, KVPacking, LatentKVLayout
 from specs.rows import LatentFormat
@@ -127,7 +128,7 @@ def test_dense_rows_come_back_from_every_layout(
     key, value = (normal(6, heads, size, seed=seed, dtype=torch.bfloat16) for seed in (1, 2))
     slots = torch.tensor([20, 21, 22, -1, 23, 8])
     scales = (torch.tensor(0.03), torch.tensor([0.02, 0.05]))
-    write_kv(key, value, views, slots, *scales, cache_dtype)
+    write_kv(key, value, CacheTarget(views, slots, *scales, cache_dtype))
     got = read_kv(views, table(5, 2), 0, 5, scales, cache_dtype, torch.float64)
     kept = [0, 1, 2, 4, 5]
     for x, scale, real in zip((key, value), scales, got, strict=True):
@@ -149,7 +150,8 @@ def test_a_narrower_float_cache_saturates() -> None:
     views = layout.split(layout.allocate(N, fill_byte=POISON_BYTE))
     key = torch.tensor([[[1e6, -1e6, 1.0, torch.inf]]], dtype=torch.bfloat16)
     one = torch.ones(())
-    write_kv(key, key, views, torch.tensor([4]), one, one, CacheDType.FLOAT16)
+    target = CacheTarget(views, torch.tensor([4]), one, one, CacheDType.FLOAT16)
+    write_kv(key, key, target)
     largest = torch.finfo(torch.float16).max
     assert views.key[1, 0, 0].tolist() == [largest, -largest, 1.0, largest]
     assert torch.equal(views.value[1, 0], views.key[1, 0])
@@ -159,7 +161,8 @@ def test_rows_past_the_slots_are_padding() -> None:
     layout = DenseKVLayout(block_size=P, num_kv_heads=1, head_size=4, model_dtype=DType.FLOAT32)
     cache = layout.allocate(N, fill_byte=POISON_BYTE)
     one, rows = torch.ones(()), normal(5, 1, 4)
-    write_kv(rows, rows, layout.split(cache), torch.tensor([4, -1]), one, one, CacheDType.AUTO)
+    slots = torch.tensor([4, -1])
+    write_kv(rows, rows, CacheTarget(layout.split(cache), slots, one, one, CacheDType.AUTO))
     views = layout.split(cache)
     assert torch.equal(views.key[1, 0], rows[0])
     views.key[1, 0], views.value[1, 0] = torch.nan, torch.nan

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn.ops.sparse_mla import launch_with, sparse_mla
 from attn.testing import oracle
 from attn.testing.budget import (
     budget,
@@ -22,6 +23,9 @@ from attn.testing.budget import (
     row_errors,
 )
 from attn.testing.oracle import Rules
+from builders.sparse.arguments import ListedRows
+from builders.sparse.launches import SparseLaunch, SparseWorkspace
+from builders.sparse.tiles import SparseTile
 from specs.rows import LatentFormat
 
 E4M3 = torch.float8_e4m3fn
@@ -82,6 +86,24 @@ def packed(case: SparseCase, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tens
     return data, torch.cat([real, narrow.double()], -1)
 
 
+def attend(
+    *, tile: SparseTile | None = None, workspace: SparseWorkspace | None = None, **given: Any
+) -> None:
+    """Call :func:`attn.ops.sparse_mla.sparse_mla`.
+
+    Args:
+        tile: the tile of the launch; None takes the usual one.
+        workspace: scratch of the launch; None allocates it.
+        **given: the arguments of the function, those of ``ListedRows`` one by one.
+    """
+    listed = ListedRows(*(given.pop(name) for name in ListedRows._fields))
+    if tile is not None and workspace is None:
+        given["launch"] = launch_with(tile, given["query"], listed.indices)
+    elif tile is not None:
+        given["launch"] = SparseLaunch(tile, tile, len(listed.indices), workspace)
+    sparse_mla(listed=listed, **given)
+
+
 class SparseTrial:
     """The inputs of a case, and the judge of its results."""
 
@@ -139,7 +161,7 @@ class SparseTrial:
         self.lens = torch.tensor(case.lens, dtype=torch.int32)
 
     def arguments(self) -> dict[str, Any]:
-        """The input arguments of ``attn.ops.sparse_mla.sparse_mla``."""
+        """The input arguments of :func:`attend`."""
         case, device = self.case, self.case.device
         query = self.query.to(device)
         return {

@@ -18,6 +18,7 @@ from attn.ops.indexer import (
     write_index_keys,
 )
 from attn.testing import oracle
+from builders.sparse.arguments import RequestPages
 from builders.sparse.tiles import IndexTile
 
 E4M3 = torch.float8_e4m3fn
@@ -289,9 +290,7 @@ def test_positions_become_slots_or_are_moved() -> None:
     table[1, 0] = 5
     requests = torch.tensor([0, 1, 0], dtype=torch.int32)
     slots = torch.zeros_like(plain)
-    select_topk(
-        logits, lens, slots, block_table=table, requests=requests, block_size=64, tile=SMALL
-    )
+    select_topk(logits, lens, slots, pages=RequestPages(table, requests, block_size=64), tile=SMALL)
     moved = torch.zeros_like(plain)
     offsets = torch.tensor([0, 1000, 5], dtype=torch.int32)
     select_topk(logits, lens, moved, offsets=offsets, tile=SMALL)
@@ -369,7 +368,7 @@ def bad(name: str) -> tuple[Callable[..., None], dict[str, Any], str]:
         "half": (select_topk, select | {"logits": rows.half()}, "logits must be float32"),
         "both": (
             select_topk,
-            select | {"block_table": paged["block_table"], "offsets": paged["kv_lens"]},
+            select | {"pages": RequestPages(paged["block_table"]), "offsets": paged["kv_lens"]},
             "must not both be given",
         ),
         "keys": (

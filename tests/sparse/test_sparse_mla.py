@@ -30,6 +30,7 @@ from builders.launch.call import KernelCall
 from builders.sparse import choice as sparse_choice
 from builders.sparse import choice as sparse_mla_choice
 from builders.sparse import vendor_calls as sparse_calls
+from builders.sparse.arguments import ListedRows
 from builders.sparse.choice import CALLED, SparsePlan
 from builders.sparse.sparse_mla import SparseMLAMetadataBuilder
 from specs.devices import KNOWN_DEVICES
@@ -80,8 +81,9 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 def by_reference(call: SparseCall) -> None:
     """Attend by torch, whatever kernel is asked for."""
     out, lse = reference.sparse_mla(
-        *(call.query, call.rotary, call.rows, call.indices, call.lens),
-        *(LatentFormat(call.row.name), call.scale, call.k_scale),
+        *(call.query, call.rotary),
+        ListedRows(call.rows, LatentFormat(call.row.name), call.indices, call.lens, call.k_scale),
+        call.scale,
     )
     call.out.copy_(out)
     call.lse.copy_(lse)

@@ -15,6 +15,7 @@ from builders.batch import CommonAttentionMetadata
 from builders.sparse import choice as sparse_choice
 from builders.sparse import choice as sparse_mla_choice
 from builders.sparse import vendor_calls as sparse_calls
+from builders.sparse.arguments import TopkLists
 from builders.sparse.record import SparseMLAMetadata, SparseRows
 from builders.sparse.sparse_mla import SparseMLAMetadataBuilder
 from specs.devices import KNOWN_DEVICES
@@ -129,7 +130,7 @@ def read_slots(rows: SparseRows, lists: torch.Tensor) -> list[list[int]]:
         out = rows.indices[part]
         counts = None if rows.counts is None else rows.counts[part]
         transform_topk(
-            *(own[part], rows.lengths.visible_lens[part], rows.lengths.reqs[part]),
+            TopkLists(own[part], rows.lengths.visible_lens[part], rows.lengths.reqs[part]),
             *(plan.index_kind, out),
             block_table=rows.block_table,
             block_size=rows.block_size,

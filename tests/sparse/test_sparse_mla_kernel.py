@@ -11,12 +11,12 @@ import torch
 
 from attn.ops import sparse_mla as ops
 from attn.ops.dispatch import has_kernel
-from attn.ops.sparse_mla import sparse_mla, tile_for
+from attn.ops.sparse_mla import tile_for
 from builders.sparse.launches import SparseWorkspace
 from builders.sparse.tiles import SparseShape, SparseTile, sparse_tile
 from specs.devices import DeviceKind
 from specs.rows import LatentFormat
-from tests.sparse.sparse_cases import LAYOUTS, SparseCase, SparseTrial
+from tests.sparse.sparse_cases import LAYOUTS, SparseCase, SparseTrial, attend
 
 LENS = (96, 0, 33, 1, 64, 95)
 ENOUGH = 4
@@ -35,7 +35,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 def run(trial: SparseTrial, tile: SparseTile | None = None, **changes: Any) -> dict[str, float]:
     """Run the kernel; return results that exceed their budget."""
     out, lse = trial.results()
-    sparse_mla(**{**trial.arguments(), **changes}, output=out, lse=lse, tile=tile)
+    attend(**{**trial.arguments(), **changes}, output=out, lse=lse, tile=tile)
     return trial.misses(out, lse)
 
 
@@ -91,7 +91,7 @@ def states(trial: SparseTrial, tile: SparseTile | None = None, **changes: Any) -
     out, lse = trial.results()
     arguments = {**trial.arguments(), **changes}
     keep = slice(0, len(arguments["query"]))
-    sparse_mla(**arguments, output=out[keep], lse=lse[keep], tile=tile)
+    attend(**arguments, output=out[keep], lse=lse[keep], tile=tile)
     return torch.cat([out[keep].float(), lse[keep][..., None]], -1)
 
 
@@ -212,10 +212,10 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
         out = torch.zeros(3, 4, 128).half()
         changes = {**changes, "tile": TILES["whole"]}
         with pytest.raises(ValueError, match=r"output must be|query must be|rows of"):
-            sparse_mla(**{**trial.arguments(), **changes}, output=out, lse=lse)
+            attend(**{**trial.arguments(), **changes}, output=out, lse=lse)
         return
     with pytest.raises(ValueError, match=problem):
-        sparse_mla(**{**trial.arguments(), **changes}, output=out, lse=lse)
+        attend(**{**trial.arguments(), **changes}, output=out, lse=lse)
 
 
 def test_sizes_that_no_tile_holds_are_refused() -> None:
@@ -224,7 +224,7 @@ def test_sizes_that_no_tile_holds_are_refused() -> None:
     trial = SparseTrial(SparseCase(LAYOUTS[0], 4, (96,), rope_size=48))
     out, lse = trial.results()
     with pytest.raises(NotImplementedError, match="qk_rope_head_dim must be a power of two"):
-        sparse_mla(**trial.arguments(), output=out, lse=lse)
+        attend(**trial.arguments(), output=out, lse=lse)
 
 
 def test_scratch_that_is_too_small_is_refused() -> None:
@@ -235,5 +235,5 @@ def test_scratch_that_is_too_small_is_refused() -> None:
     tile = tile_for(trial.arguments()["query"], trial.indices, LAYOUTS[0])
     small = SparseWorkspace(torch.empty(7), torch.empty(7))
     with pytest.raises(ValueError, match="states must hold"):
-        sparse_mla(**trial.arguments(), output=out, lse=lse, workspace=small, tile=TILES["split"])
+        attend(**trial.arguments(), output=out, lse=lse, workspace=small, tile=TILES["split"])
     assert tile.rows == 16

@@ -11,6 +11,7 @@ from torch import Tensor
 from attn.ops import topk_transform as ops
 from attn.ops.topk_transform import transform_topk
 from attn.testing.batches import WILD_BLOCK
+from builders.sparse.arguments import TopkLists
 from specs.sparse_mla import IndexKind
 
 P = 4
@@ -79,7 +80,7 @@ def test_lists_are_those_of_a_loop(
         counts = torch.full((rows,), 77, dtype=torch.int32) if compact else None
         given_ids = case.ids.clone()
         transform_topk(
-            *(case.ids, case.visible, case.reqs, kind, out),
+            *(TopkLists(case.ids, case.visible, case.reqs), kind, out),
             block_table=None if kind is IndexKind.RAGGED else case.table,
             block_size=P,
             offsets=case.offsets if kind is IndexKind.RAGGED else None,
@@ -106,23 +107,25 @@ def test_slots_are_counted_beyond_tables_and_32_bit_rows(
     table = torch.tensor([[20_000_000, 5]], dtype=torch.int32)
     out, one = torch.empty_like(ids), torch.zeros(1, dtype=torch.int32)
     # A length beyond the table must lead nowhere past the table's end.
-    transform_topk(ids, one + 200, one, IndexKind.PAGED, out, block_table=table, block_size=64)
+    lists = TopkLists(ids, one + 200, one)
+    transform_topk(lists, IndexKind.PAGED, out, block_table=table, block_size=64)
     assert out.tolist() == [[1_280_000_000, 1_280_000_063, 320, 383, -1]]
 
 
 def test_lists_that_do_not_fit_are_refused() -> None:
     ids, one = torch.zeros(2, 4, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
     out, paged = torch.empty_like(ids), IndexKind.PAGED
+    lists = TopkLists(ids, one, one)
     with pytest.raises(ValueError, match=r"ids must be \[T, topk\] int32 with dense rows"):
-        transform_topk(ids.long(), one, one, paged, out, block_table=ids)
+        transform_topk(lists._replace(ids=ids.long()), paged, out, block_table=ids)
     with pytest.raises(ValueError, match=r"out must be \[2, width\] with a width of at least 4"):
-        transform_topk(ids, one, one, paged, out[:, :3], block_table=ids)
+        transform_topk(lists, paged, out[:, :3], block_table=ids)
     with pytest.raises(ValueError, match=r"out must be contiguous int32 \[2, 4\]"):
-        transform_topk(ids, one, one, paged, out.long(), block_table=ids)
+        transform_topk(lists, paged, out.long(), block_table=ids)
     with pytest.raises(ValueError, match=r"visible_lens must be contiguous int32 \[2\], got \[1\]"):
-        transform_topk(ids, one[:1], one, paged, out, block_table=ids)
+        transform_topk(lists._replace(visible_lens=one[:1]), paged, out, block_table=ids)
     with pytest.raises(ValueError, match=r"counts must be contiguous int32 \[2\]"):
-        transform_topk(ids, one, one, paged, out, block_table=ids, counts=one.long())
+        transform_topk(lists, paged, out, block_table=ids, counts=one.long())
     for kind, name in (
         (paged, "block_table"),
         (IndexKind.RAGGED, "offsets"),
@@ -130,9 +133,9 @@ def test_lists_that_do_not_fit_are_refused() -> None:
     ):
         message = f"{name} must be int32 with dense rows for {kind.value} entries, got None"
         with pytest.raises(ValueError, match=message):
-            transform_topk(ids, one, one, kind, out)
+            transform_topk(lists, kind, out)
     with pytest.raises(ValueError, match="slots must be int32"):
-        transform_topk(ids, one, one, IndexKind.GATHERED, out, block_table=ids)
+        transform_topk(lists, IndexKind.GATHERED, out, block_table=ids)
 
 
 @pytest.mark.parametrize("bad", [-2, 5])
@@ -146,8 +149,8 @@ def test_ids_that_a_row_does_not_see_are_found_when_debugging(
     arguments = {"block_table": table, "block_size": P}
     message = rf"ids\[1, 1\] must be -1 or below visible_lens\[1\] \(5\), got {bad}"
     with pytest.raises(ValueError, match=message):
-        transform_topk(ids, visible, reqs, IndexKind.PAGED, out, **arguments)
+        transform_topk(TopkLists(ids, visible, reqs), IndexKind.PAGED, out, **arguments)
     # Padding lists what was there before.
     visible[1] = 0
-    transform_topk(ids, visible, reqs, IndexKind.PAGED, out, **arguments)
+    transform_topk(TopkLists(ids, visible, reqs), IndexKind.PAGED, out, **arguments)
     assert out.tolist() == [[-1, -1], [-1, -1]]

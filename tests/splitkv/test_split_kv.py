@@ -27,6 +27,7 @@ from builders.splitkv import planner as split_kv
 from builders.splitkv.device.work_items import first_group, first_place
 from builders.splitkv.host_twin import (
     HostPlan,
+    SplitRules,
     plan_rows,
 )
 from builders.splitkv.planner import PlannerOptions, SplitPlanner
@@ -86,9 +87,11 @@ class Step:
 
     def plan(self) -> HostPlan:
         counts, kv_lens = ([pair[side] for pair in self.lens] for side in (0, 1))
-        loops, short = self.head_loops, self.short_query
-        rules = (self.visible, self.is_causal, self.segment_group, self.least_tiles, self.row_cost)
-        return plan_rows(counts, kv_lens, self.tile, self.groups, loops, short, *rules)
+        rules = SplitRules(
+            *(self.tile, self.groups, self.head_loops, self.short_query),
+            *(self.segment_group, self.least_tiles, self.row_cost),
+        )
+        return plan_rows(counts, kv_lens, rules, self.visible, self.is_causal)
 
 
 def tile_of(query_tokens: int = 4, kv_tile: int = 128, scale: int = 1) -> SplitTile:

@@ -169,6 +169,29 @@ def test_wide_functions_are_the_hosts():
     assert house.wide_functions([source]).found == ["attn/a.py:3 wide: 9"]
 
 
+def test_doors_are_known_by_file_class_and_name():
+    wide = "(self, a, b, c, d, e, f, g, h, i): ..."
+    lines = (
+        "class AttentionImpl:",
+        f"    def forward{wide}",
+        f"    def backward{wide}",
+        "class Helper:",
+        f"    def forward{wide}",
+        f"def forward{wide}",
+    )
+    door, elsewhere = module("attn/impls/base.py", *lines), module("attn/ops/base.py", *lines)
+    assert house.wide_functions([door]).found == [
+        "attn/impls/base.py:3 backward: 9",
+        "attn/impls/base.py:5 forward: 9",
+        "attn/impls/base.py:6 forward: 9",
+    ]
+    assert house.wide_functions([elsewhere]).value == 4
+    (used,) = house.used_doors([door, elsewhere])
+    assert used in house.DOORS
+    narrow = module("attn/impls/base.py", "class AttentionImpl:", "    def forward(self, a): ...")
+    assert house.used_doors([narrow]) == set()
+
+
 STEP = """
 import json
 from dataclasses import asdict

@@ -27,7 +27,7 @@ from tests.emulators.flashinfer_rope_emulator import (
     installed_signature,
 )
 from tests.emulators.flashinfer_signatures import known_version
-from tests.latent.rope_ties import differences, real_rows
+from tests.latent.rope_ties import differences, grouped, real_rows
 from tests.vendor.test_trtllm_mla import BACKEND, FP8
 
 E4M3, CPU = torch.float8_e4m3fn, torch.device("cpu")
@@ -89,17 +89,10 @@ def test_both_give_the_same_bits_up_to_ties(
     given, (q_scale, k_scale) = inputs(heads, dtype), SCALES
     given["q_nope"][1, 0, 5] = -30_000.0
     ours, theirs = outputs(heads), outputs(heads)
-    rope_quantize(
-        **given,
-        is_neox=is_neox,
-        q_scale=torch.tensor(q_scale),
-        k_scale=torch.tensor(k_scale),
-        **ours,
-    )
+    in_groups = grouped(**given, is_neox=is_neox)
+    rope_quantize(**in_groups, q_scale=torch.tensor(q_scale), k_scale=torch.tensor(k_scale), **ours)
     with emulated(version):
-        rope_quantize_by_flashinfer(
-            **given, is_neox=is_neox, q_scale=q_scale, k_scale=k_scale, **theirs
-        )
+        rope_quantize_by_flashinfer(**in_groups, q_scale=q_scale, k_scale=k_scale, **theirs)
     assert theirs["q_out"][1, 0, 5].item() == -448
     assert compared(given, is_neox, ours, theirs) == []
     # It would show.
@@ -116,7 +109,7 @@ def test_rows_go_to_their_slots_in_a_second_launch() -> None:
     slots = torch.tensor([17, -1, 63, 32])
     with emulated():
         rope_quantize_by_flashinfer(
-            **given, is_neox=False, q_scale=1.0, k_scale=1.0, **out, cache=cache,
+            **grouped(**given, is_neox=False), q_scale=1.0, k_scale=1.0, **out, cache=cache,
             slot_mapping=slots,
         )  # fmt: skip
     rows = out["k_out"].view(torch.uint8)
@@ -232,16 +225,15 @@ def test_every_mutation_shows(name: str, version: str) -> None:
     given, theirs = inputs(3, torch.bfloat16), outputs(3)
     ours = outputs(3)
     scales = [torch.tensor(scale) for scale in SCALES]
-    rope_quantize(**given, is_neox=True, q_scale=scales[0], k_scale=scales[1], **ours)
+    in_groups = grouped(**given, is_neox=True)
+    rope_quantize(**in_groups, q_scale=scales[0], k_scale=scales[1], **ours)
 
     def mutate(call: dict[str, Any]) -> None:
         call[name] = MUTATIONS[name](call[name])
 
     def judge() -> None:
         q_scale, k_scale = SCALES
-        rope_quantize_by_flashinfer(
-            **given, is_neox=True, q_scale=q_scale, k_scale=k_scale, **theirs
-        )
+        rope_quantize_by_flashinfer(**in_groups, q_scale=q_scale, k_scale=k_scale, **theirs)
         assert compared(given, True, ours, theirs) == []
 
     with emulated(version, mutate), pytest.raises((AssertionError, ContractError)):
@@ -264,8 +256,8 @@ def test_what_flashinfer_does_not_take_is_named() -> None:
         ),
     ):
         with emulated(), pytest.raises(ValueError, match=message):
-            rope_quantize_by_flashinfer(**{**given, **known, **changes}, **out)
+            rope_quantize_by_flashinfer(**grouped(**{**given, **known, **changes}), **out)
     narrow = inputs(1, torch.bfloat16, rope=48)
     out = {"q_out": torch.zeros(T, 1, RANK + 48).to(E4M3)}
     with emulated(), pytest.raises(ValueError, match=r"a multiple of 32 elements.*got 48"):
-        rope_quantize_by_flashinfer(**narrow, **known, **out)
+        rope_quantize_by_flashinfer(**grouped(**narrow, **known), **out)

@@ -13,6 +13,7 @@ from attn.ops.cache import rope_and_write_kv, write_kv
 from builders.checks.debug import debug_enabled
 from builders.checks.tensors import check_given, scales_of
 from builders.pages.paging import check_slots
+from specs.cache_write import CacheTarget, Rotation
 from specs.layouts import KVViews
 
 
@@ -41,7 +42,7 @@ class CachedImpl(DenseImpl):
         check_given(key=key, value=value)
         views = self._views(kv_cache, key.dtype)
         self._debug_slots(slot_mapping, views)
-        write_kv(key, value, views, slot_mapping, *scales_of(layer), self.cache_dtype)
+        write_kv(key, value, CacheTarget(views, slot_mapping, *scales_of(layer), self.cache_dtype))
 
     def do_rope_and_kv_cache_update(
         self,
@@ -59,9 +60,9 @@ class CachedImpl(DenseImpl):
         check_given(query=query, key=key, value=value)
         views = self._views(kv_cache, key.dtype)
         self._debug_slots(layer_slot_mapping, views)
-        rotated = query, key, value, positions, cos_sin_cache, is_neox
-        written = views, layer_slot_mapping, *scales_of(layer), self.cache_dtype
-        rope_and_write_kv(*rotated, *written)
+        rotation = Rotation(positions, cos_sin_cache, is_neox)
+        target = CacheTarget(views, layer_slot_mapping, *scales_of(layer), self.cache_dtype)
+        rope_and_write_kv(query, key, value, rotation, target)
 
     def _views(self, kv_cache: torch.Tensor, model_dtype: torch.dtype) -> KVViews:
         """Views of K and V in the cache.

@@ -26,6 +26,7 @@ from builders.checks.tensors import (
 )
 from builders.dense.torch_ref import TorchRefMetadata
 from specs.attention import AttentionType
+from specs.cache_write import CacheTarget, Rotation
 from specs.dtypes import CacheDType, KVQuantMode
 from specs.layouts import KVViews
 
@@ -46,7 +47,7 @@ class TorchRefImpl(DenseImpl):
             return
         check_given(key=key, value=value)
         views = self._views(kv_cache, key.dtype)
-        write_kv(key, value, views, slot_mapping, *scales_of(layer), self.cache_dtype)
+        write_kv(key, value, CacheTarget(views, slot_mapping, *scales_of(layer), self.cache_dtype))
 
     def do_rope_and_kv_cache_update(
         self,
@@ -62,10 +63,10 @@ class TorchRefImpl(DenseImpl):
     ) -> None:
         """Rotate query and key in place, then write the cache; see the base class."""
         check_given(query=query, key=key, value=value)
-        given = query, key, positions, cos_sin_cache, len(layer_slot_mapping)
-        check_rotated(*given, REFERENCE_DTYPES)
+        rotation = Rotation(positions, cos_sin_cache, is_neox)
+        check_rotated(query, key, rotation, len(layer_slot_mapping), REFERENCE_DTYPES)
         for rows in (query, key):
-            rotate_in_place(rows, positions, cos_sin_cache, is_neox)
+            rotate_in_place(rows, rotation)
         self.do_kv_cache_update(layer, key, value, kv_cache, layer_slot_mapping)
 
     def forward(
@@ -93,9 +94,16 @@ class TorchRefImpl(DenseImpl):
         if attn_metadata is None:
             return output.zero_()
         rows = self._by_head(output)
-        keys = self._checked_keys(
-            *(layer, query, key, value, kv_cache, attn_metadata, rows, output_scale, output_lse)
+        keys = self._keys(query.dtype, key, value, kv_cache, attn_metadata)
+        is_scaled = self.cache_dtype.quant_mode is KVQuantMode.FP8_PER_TENSOR
+        check_dense(
+            *(self, query, keys, rows),
+            dtypes=REFERENCE_DTYPES,
+            output_scale=output_scale,
+            lse=output_lse,
+            scales=scales_of(layer) if is_scaled else (None, None),
         )
+        check_lengths(attn_metadata.num_actual_tokens, query, rows, output_lse)
 
         def write(tokens: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
             if output_scale is not None:
@@ -119,41 +127,25 @@ class TorchRefImpl(DenseImpl):
         attend_batch(query, requests, write, attn_metadata.common_prefix_len)
         return output
 
-    def _checked_keys(
+    def _keys(
         self,
-        layer: AttentionLayer,
-        query: torch.Tensor,
+        model_dtype: torch.dtype,
         key: torch.Tensor | None,
         value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         metadata: TorchRefMetadata,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None,
-        lse: torch.Tensor | None,
     ) -> KVViews:
         """The keys and values to attend: those of the cache, or those of an encoder's call.
 
         Raises:
-            ValueError: a tensor that does not fit the layer or the step.
+            ValueError: the cache, or the encoder's keys and values, do not fit the step.
         """
-        tokens = metadata.num_actual_tokens
         if self.attn_type.is_cached:
-            keys = self._views(kv_cache, query.dtype)
+            keys = self._views(kv_cache, model_dtype)
             metadata.check_cache(keys.key.shape[1], keys.key.dtype)
-        else:
-            keys = given_rows(key, value, self.attn_type)
-            check_lengths(tokens, keys.key, keys.value, None)
-        is_scaled = self.cache_dtype.quant_mode is KVQuantMode.FP8_PER_TENSOR
-        k_scale, v_scale = scales_of(layer) if is_scaled else (None, None)
-        check_dense(
-            *(self, query, keys, output),
-            dtypes=REFERENCE_DTYPES,
-            output_scale=output_scale,
-            lse=lse,
-            k_scale=k_scale,
-            v_scale=v_scale,
-        )
-        check_lengths(tokens, query, output, lse)
+            return keys
+        keys = given_rows(key, value, self.attn_type)
+        check_lengths(metadata.num_actual_tokens, keys.key, keys.value, None)
         return keys
 
     def _rules_of(

@@ -14,6 +14,7 @@ from builders.checks.debug import debug_enabled
 from builders.checks.tensors import check_expanded, check_latent_rows
 from builders.latent.prefill import PAGE, LatentPrefill, check_head_pair
 from builders.pages.paging import check_slots
+from specs.cache_write import CacheTarget, Rotation
 from specs.dtypes import CacheDType, DType
 from specs.layouts import KVViews, latent_views
 from specs.rows import latent_element, latent_format_of
@@ -59,7 +60,7 @@ class LatentImpl(MLAAttentionImpl):
         views = self._written(kv_cache, cache_dtype, kv_c_normed.dtype, slot_mapping)
         scale = torch.ones_like(k_scale) if skip_scale else k_scale
         key, value = k_pe.reshape(len(k_pe), 1, self.qk_rope_head_dim), kv_c_normed[:, None]
-        write_kv(key, value, views, slot_mapping, scale, scale, cache_dtype)
+        write_kv(key, value, CacheTarget(views, slot_mapping, scale, scale, cache_dtype))
 
     def fused_rope_kvcache_supported(self) -> bool:
         """Whether the layer writes a cache of its own."""
@@ -89,14 +90,8 @@ class LatentImpl(MLAAttentionImpl):
             q_pe,
             k_pe if k_pe.dim() == 3 else k_pe[:, None],
             kv_c_normed[:, None],
-            positions,
-            cos_sin_cache,
-            is_neox,
-            views,
-            slot_mapping,
-            scale,
-            scale,
-            cache_dtype,
+            Rotation(positions, cos_sin_cache, is_neox),
+            CacheTarget(views, slot_mapping, scale, scale, cache_dtype),
         )
 
     def _written(
@@ -200,11 +195,10 @@ class LatentImpl(MLAAttentionImpl):
         from builders.launch.launcher import launch
 
         hardware = converts_float8(latent.device)
-        keys, values = into.key.flatten(0, -3), into.value.flatten(0, -3)
-        call = expand_call(
-            latent, rope, self.W_UK, self.W_UV, keys, values, hardware_e4m3=hardware, **rows
+        flat = KVViews(into.key.flatten(0, -3), into.value.flatten(0, -3))
+        launch(
+            expand_call(latent, rope, self.W_UK, self.W_UV, flat, hardware_e4m3=hardware, **rows)
         )
-        launch(call)
 
     def _workspace(self, like: torch.Tensor, *rows: int) -> KVViews:
         """Allocate room for expanded keys ``[*rows, H, P + r]`` and values ``[*rows, H, V]``."""

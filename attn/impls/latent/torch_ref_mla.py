@@ -26,6 +26,7 @@ from builders.checks.tensors import (
     latent_query,
 )
 from builders.latent.torch_ref_mla import LatentRows, TorchRefMLAMetadata
+from specs.cache_write import Rotation
 from specs.dtypes import CacheDType, DType
 from specs.layouts import latent_views
 from specs.rows import RowFormat, latent_element, latent_format_of
@@ -129,9 +130,10 @@ class TorchRefMLAImpl(MLAAttentionImpl):
         check_latent_rows(self, kv_c_normed, k_pe, slot_mapping, k_scale)
         rotary = k_pe if k_pe.dim() == 3 else k_pe[:, None]
         count = len(slot_mapping)
-        check_rotated(q_pe, rotary, positions, cos_sin_cache, count, REFERENCE_DTYPES)
+        rotation = Rotation(positions, cos_sin_cache, is_neox)
+        check_rotated(q_pe, rotary, rotation, count, REFERENCE_DTYPES)
         for rows in (q_pe, rotary):
-            rotate_in_place(rows, positions, cos_sin_cache, is_neox)
+            rotate_in_place(rows, rotation)
         self.do_kv_cache_update(
             *(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, skip_scale)
         )

@@ -23,7 +23,9 @@ from attn.ops.latent_convert import convert_rows, rope_and_write_latent_rows, wr
 from attn.ops.topk_transform import transform_topk
 from builders.checks.debug import debug_enabled, debug_read, debug_slots
 from builders.checks.tensors import check_count, check_latent_rows, k_scale_of, latent_query
+from builders.sparse.arguments import TopkLists
 from builders.sparse.record import RowChunk, SparseMLAMetadata, SparseRows
+from specs.cache_write import Rotation
 from specs.dtypes import CacheDType, DType
 from specs.rows import RowFormat, latent_element, latent_format_of
 from specs.sparse_mla import IndexKind, SparseKernel
@@ -107,9 +109,7 @@ class SparseMLAImpl(MLAAttentionImpl):
             q_pe,
             kv_c_normed,
             k_pe.reshape(len(k_pe), self.qk_rope_head_dim),
-            positions,
-            cos_sin_cache,
-            is_neox,
+            Rotation(positions, cos_sin_cache, is_neox),
             kv_cache,
             slot_mapping,
             torch.ones_like(k_scale) if skip_scale else k_scale,
@@ -275,10 +275,9 @@ class SparseMLAImpl(MLAAttentionImpl):
         slots = None
         if conversion is not None and rows.plan.index_kind is IndexKind.GATHERED:
             slots = conversion[0].slots.view_as(indices)
+        ids, lengths = self.indexer.topk_indices_buffer[tokens], rows.lengths
         transform_topk(
-            self.indexer.topk_indices_buffer[tokens],
-            rows.lengths.visible_lens[part],
-            rows.lengths.reqs[part],
+            TopkLists(ids, lengths.visible_lens[part], lengths.reqs[part]),
             rows.plan.index_kind,
             indices,
             block_table=rows.block_table,

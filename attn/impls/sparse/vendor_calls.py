@@ -18,6 +18,7 @@ from attn.impls.sparse.call import SparseCall
 from attn.ops.clear import clear_rows
 from attn.ops.sparse_mla import sparse_mla
 from attn.reference.quant import saturate
+from builders.sparse.arguments import ListedRows
 from builders.sparse.vendor_calls import RANK, ROPE, FlashMla, PlannedCalls
 from builders.vendor.flashinfer_parts.install import LSE_UNIT
 from builders.vendor.flashinfer_parts.mla_calls import LatentCall
@@ -40,18 +41,13 @@ def attend_by_triton(call: SparseCall) -> None:
         raise ValueError("launch of the library's own kernel must be the builder's, got None")
     for first in range(0, len(call.query), launch.rows):
         part = slice(first, first + launch.rows)
-        sparse_mla(
-            *(call.query[part], call.rotary[part], call.rows, call.indices[part]),
-            topk_lens=None if call.lens is None else call.lens[part],
-            layout=LatentFormat(call.row.name),
-            scale=call.scale,
-            output=call.out[part],
-            lse=call.lse[part],
-            k_scale=call.k_scale,
-            tile=launch.tile,
-            twin=launch.twin,
-            workspace=launch.workspace,
+        lens = None if call.lens is None else call.lens[part]
+        layout = LatentFormat(call.row.name)
+        listed = ListedRows(call.rows, layout, call.indices[part], lens, call.k_scale)
+        query, rotary, out, lse = (
+            rows[part] for rows in (call.query, call.rotary, call.out, call.lse)
         )
+        sparse_mla(query, rotary, listed, call.scale, out, lse, launch=launch)
 
 
 def attend_by_flashmla_sparse(call: SparseCall) -> None:

@@ -18,7 +18,7 @@ from attn.ops.merge import merge_states
 from attn.ops.quant import quantize_into
 from attn.ops.rope_quant import rope_quantize, rope_quantize_by_flashinfer
 from builders.checks.debug import debug_enabled, debug_read, debug_slots
-from builders.checks.tensors import check_expanded, latent_query
+from builders.checks.tensors import check_expanded, latent_query, needed
 from builders.latent.prefill import LatentPrefill
 from builders.vendor.flashinfer_parts import rope as flashinfer_rope
 from builders.vendor.flashinfer_parts.install import LSE_UNIT
@@ -26,6 +26,7 @@ from builders.vendor.trtllm_mla import LatentRows, RaggedChunks, TrtllmMlaMetada
 from builders.vendor.trtllm_parts.mla_calls import LatentDecodeCall, RaggedCall
 from builders.vendor.trtllm_parts.mla_choice import EXPANDED_SIZES, NAME, dtypes_reason
 from specs.attention import MlaKernel, RopeKernel
+from specs.cache_write import Rotation, UnrotatedLatents
 from specs.layouts import KVViews
 
 if TYPE_CHECKING:
@@ -115,18 +116,20 @@ class TrtllmMlaImpl(LatentImpl):
                 f"kv_cache_dtype must be fp8 to quantise queries for {NAME}, got "
                 f"{self.cache_dtype.value!r}"
             )
-        given = q_nope, q_pe, kv_c_normed, k_pe, positions, cos_sin_cache, is_neox
+        k_pe, cos_sin_cache = needed("k_pe", k_pe), needed("cos_sin_cache", cos_sin_cache)
+        latents = UnrotatedLatents(q_nope, q_pe, kv_c_normed, k_pe.reshape(len(k_pe), -1))
+        rotation = Rotation(positions, cos_sin_cache, is_neox)
         cache = self._fields(kv_cache, self.cache_dtype, q_nope.dtype)
         written: Any = {"cache": cache, "slot_mapping": slot_mapping}
         names = "_q_scale", "_k_scale"
         if self._rotates_by is RopeKernel.FLASHINFER:
             q_factor, k_factor = (self._scale_of(layer, name) for name in names)
-            rope_quantize_by_flashinfer(*given, q_factor, k_factor, q_out, **written)
+            rope_quantize_by_flashinfer(latents, rotation, q_factor, k_factor, q_out, **written)
             return
         one = torch.ones((), device=q_nope.device)
         found = (getattr(layer, name, None) for name in names)
         q_scale, k_scale = (one if scale is None else scale for scale in found)
-        rope_quantize(*given, q_scale, k_scale, q_out, **written)
+        rope_quantize(latents, rotation, q_scale, k_scale, q_out, **written)
 
     def forward_mqa(
         self,

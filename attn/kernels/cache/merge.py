@@ -149,4 +149,6 @@ def merge_call(
             for axis, stride in zip(axes, all_strides, strict=False)
         },
     }
-    return KernelCall(merge_kernel, (triton.cdiv(num_rows, tile_rows),), arguments, NUM_WARPS)
+    return KernelCall(
+        merge_kernel, (triton.cdiv(num_rows, tile_rows),), arguments, num_warps=NUM_WARPS
+    )

@@ -13,8 +13,9 @@ from attn.kernels.cache.write_kernel import write_kv_kernel
 from attn.kernels.lang.memory import alignment, as_bytes
 from builders.checks.kernel_limits import HEAD_SIZES, MODEL_DTYPES
 from builders.checks.tensors import check_counts, check_kv_scale, check_rotated, check_written
-from builders.launch.call import KernelCall
+from builders.launch.call import KernelCall, LaunchOptions
 from builders.launch.launcher import Launch, Launcher
+from specs.cache_write import CacheTarget, Rotation
 from specs.dtypes import CacheDType
 from specs.layouts import KVViews
 
@@ -55,6 +56,9 @@ _VARYING: Final = (
     *("key", "value", "key_cache", "value_cache", "key_scales", "value_scales"),
     *("slot_mapping", "k_scale", "v_scale", "num_slots", "num_tokens"),
 )
+# A plain write comes once per layer and step. `builders.launch.launcher.launch` of a call that is
+# made anew would take the host 48 us, of which 28 make the call and 17 find its launcher; with a
+# launcher that is kept here it takes 15 us (Triton 3.7.1, a stand-in for the driver).
 _launchers: dict[tuple[Any, ...], Launcher] = {}
 """Launchers by variant key, shared by all layers: the layers of a model write alike."""
 
@@ -62,11 +66,7 @@ _launchers: dict[tuple[Any, ...], Launcher] = {}
 def write_kv_launch(
     key: torch.Tensor,
     value: torch.Tensor,
-    views: KVViews,
-    slot_mapping: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    cache_dtype: CacheDType,
+    target: CacheTarget,
     *,
     hardware_e4m3: bool,
 ) -> Launch:
@@ -76,19 +76,16 @@ def write_kv_launch(
     variant, so that later launches of the variant cost little.
 
     Args:
-        key: ``[T, Hk, D]``; rows past ``len(slot_mapping)`` are padding. Heads of any strides.
-        value: ``[T, Hk, Dv]``; rows past ``len(slot_mapping)`` are padding. Heads of any strides.
-        views: K and V of the cache.
-        slot_mapping: ``[<= T]`` int64, ``block * P + offset``; negative skips.
-        k_scale: fp32 scalar or ``[Hk]`` on the device; for per-tensor fp8 only.
-        v_scale: fp32 scalar or ``[Hk]`` on the device; for per-tensor fp8 only.
-        cache_dtype: how the cache is quantised.
+        key: ``[T, Hk, D]``; rows past the last slot are padding. Heads of any strides.
+        value: ``[T, Hk, Dv]``; rows past the last slot are padding. Heads of any strides.
+        target: the cache and the slot of each row.
         hardware_e4m3: the GPU converts to 8-bit floats (compute capability 8.9 and later).
 
     Raises:
         ValueError: shapes, strides or dtypes that do not fit together.
         NotImplementedError: a model dtype, cache dtype or head size outside the kernel's.
     """
+    views, slot_mapping, k_scale, v_scale, cache_dtype = target
     variant = (
         cache_dtype,
         hardware_e4m3,
@@ -99,11 +96,10 @@ def write_kv_launch(
     )
     launcher = _launchers.get(variant)
     if launcher is None:
-        arguments = (key, value, views, slot_mapping, k_scale, v_scale, cache_dtype)
-        made = dict(write_kv_call(*arguments, hardware_e4m3=hardware_e4m3).arguments)
+        made = write_kv_call(key, value, target, hardware_e4m3=hardware_e4m3).arguments
         fixed = {name: x for name, x in made.items() if name not in _VARYING}
         launcher = _launchers[variant] = Launcher(
-            write_kv_kernel, fixed, _VARYING, num_warps=NUM_WARPS
+            write_kv_kernel, fixed, _VARYING, options=LaunchOptions(num_warps=NUM_WARPS)
         )
     count, rows = len(slot_mapping), cast("int", launcher.arguments["ROWS"])
     check_counts(key, value, count)
@@ -143,31 +139,23 @@ def write_config(head_size: int, head_size_v: int, smallest_itemsize: int) -> Wr
 def write_kv_call(
     key: torch.Tensor,
     value: torch.Tensor,
-    views: KVViews,
-    slot_mapping: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    cache_dtype: CacheDType,
+    target: CacheTarget,
     *,
     hardware_e4m3: bool,
 ) -> KernelCall:
     """The launch that writes new keys and values into a dense cache, quantised as the cache is.
 
     Args:
-        key: ``[T, Hk, D]``; rows past ``len(slot_mapping)`` are padding. Heads of any strides.
-        value: ``[T, Hk, Dv]``; rows past ``len(slot_mapping)`` are padding. Heads of any strides.
-        views: K and V of the cache.
-        slot_mapping: ``[<= T]`` int64, ``block * P + offset``; negative skips.
-        k_scale: fp32 scalar or ``[Hk]`` on the device, read there; for per-tensor fp8 only.
-        v_scale: fp32 scalar or ``[Hk]`` on the device, read there; for per-tensor fp8 only.
-        cache_dtype: how the cache is quantised.
+        key: ``[T, Hk, D]``; rows past the last slot are padding. Heads of any strides.
+        value: ``[T, Hk, Dv]``; rows past the last slot are padding. Heads of any strides.
+        target: the cache and the slot of each row.
         hardware_e4m3: the GPU converts to 8-bit floats (compute capability 8.9 and later).
 
     Raises:
         ValueError: shapes, strides or dtypes that do not fit together.
         NotImplementedError: a model dtype, cache dtype or head size outside the kernel's.
     """
-    arguments = _write_arguments(key, value, views, slot_mapping, k_scale, v_scale, cache_dtype)
+    arguments = _write_arguments(key, value, target)
     num_slots = arguments["num_slots"]
     arguments |= {
         **{name: None for name in ("query", "positions", "cos_sin")},
@@ -183,40 +171,28 @@ def write_kv_call(
         "HARDWARE_E4M3": hardware_e4m3,
     }
     grid = _cdiv(num_slots * key.shape[1], arguments["ROWS"])
-    return KernelCall(write_kv_kernel, (grid,), arguments, NUM_WARPS)
+    return KernelCall(write_kv_kernel, (grid,), arguments, num_warps=NUM_WARPS)
 
 
 def rope_and_write_kv_call(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    is_neox: bool,
-    views: KVViews,
-    slot_mapping: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    cache_dtype: CacheDType,
+    rotation: Rotation,
+    target: CacheTarget,
     *,
     hardware_e4m3: bool,
 ) -> KernelCall:
     """The launch that rotates query and key in place and writes rotated keys and values.
 
     Args:
-        query: ``[T, H, D]``; rows past ``len(positions)`` are left as they are.
-        key: ``[T, Hk, D]``; rows past ``len(positions)`` are left as they are. A row with a
+        query: ``[T, H, D]``; rows past the last position are left as they are.
+        key: ``[T, Hk, D]``; rows past the last position are left as they are. A row with a
             negative slot is rotated, but not written to the cache.
-        value: ``[T, Hk, Dv]``; rows past ``len(slot_mapping)`` are padding. Heads of any strides.
-        positions: ``[>= len(slot_mapping)]`` int64 or int32; a row whose position is outside the
-            table is padding and not rotated.
-        cos_sin_cache: ``[max_position, rotary_dim]``: cosines, then sines; fp32 or the model's.
-        is_neox: the pair of element i is i + rotary_dim / 2 (True) or its neighbour (False).
-        views: K and V of the cache.
-        slot_mapping: ``[<= T]`` int64, ``block * P + offset``; negative skips.
-        k_scale: fp32 scalar or ``[Hk]`` on the device, read there; for per-tensor fp8 only.
-        v_scale: fp32 scalar or ``[Hk]`` on the device, read there; for per-tensor fp8 only.
-        cache_dtype: how the cache is quantised.
+        value: ``[T, Hk, Dv]``; rows past the last slot are padding. Heads of any strides.
+        rotation: positions of the rows, at least one for each slot, and the table in fp32 or the
+            model's type.
+        target: the cache and the slot of each row.
         hardware_e4m3: the GPU converts to 8-bit floats (compute capability 8.9 and later).
 
     Raises:
@@ -224,8 +200,9 @@ def rope_and_write_kv_call(
             table too.
         NotImplementedError: a model dtype, cache dtype or head size outside the kernel's.
     """
-    arguments = _write_arguments(key, value, views, slot_mapping, k_scale, v_scale, cache_dtype)
-    check_rotated(query, key, positions, cos_sin_cache, arguments["num_slots"], MODEL_DTYPES)
+    arguments = _write_arguments(key, value, target)
+    check_rotated(query, key, rotation, arguments["num_slots"], MODEL_DTYPES)
+    positions, cos_sin_cache, is_neox = rotation
     num_tokens = min(len(key), len(positions))
     num_query_tokens = min(len(query), len(positions))
     # Only the rotating elements of a query are touched. They are few beside a wide value, so a
@@ -252,7 +229,7 @@ def rope_and_write_kv_call(
     }
     grid = _cdiv(num_tokens * key.shape[1], arguments["ROWS"])
     grid += _cdiv(num_query_tokens * query.shape[1], query_rows)
-    return KernelCall(write_kv_kernel, (grid,), arguments, NUM_WARPS)
+    return KernelCall(write_kv_kernel, (grid,), arguments, num_warps=NUM_WARPS)
 
 
 def _cdiv(numerator: int, denominator: int) -> int:
@@ -262,13 +239,10 @@ def _cdiv(numerator: int, denominator: int) -> int:
 def _write_arguments(
     key: torch.Tensor,
     value: torch.Tensor,
-    views: KVViews,
-    slot_mapping: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    cache_dtype: CacheDType,
+    target: CacheTarget,
 ) -> dict[str, Any]:
     """Check the tensors; return the kernel's arguments that do not concern RoPE."""
+    views, slot_mapping, k_scale, v_scale, cache_dtype = target
     form = _format_of(key, views, cache_dtype)
     check_written(key, value, views, slot_mapping, cache_dtype)
     _check_layout(key, value, views, slot_mapping)

@@ -41,8 +41,7 @@ def _check_tensors(layer: DenseLayer, tensors: DenseTensors) -> None:
         dtypes=MODEL_DTYPES,
         output_scale=tensors.output_scale,
         lse=tensors.lse,
-        k_scale=tensors.k_scale,
-        v_scale=tensors.v_scale,
+        scales=(tensors.k_scale, tensors.v_scale),
     )
     key, value = tensors.keys.key, tensors.keys.value
     rows = {"query": tensors.query, "key": key, "value": value, "output": tensors.output}

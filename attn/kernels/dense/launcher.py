@@ -15,7 +15,7 @@ from attn.kernels.dense.tensors import DenseLayer, DenseTensors, KeyRows, stored
 from attn.kernels.lang.stored import decode_form
 from builders.checks.tensors import check_lengths
 from builders.dense.record import TritonAttentionMetadata
-from builders.launch.call import KernelCall
+from builders.launch.call import KernelCall, LaunchOptions
 from builders.launch.launcher import Launch, Launcher
 from builders.launch.variants import Variants
 from builders.splitkv.record import PLAN_POINTERS, HopperPlan, PrefillPlan, SplitPlan
@@ -120,10 +120,12 @@ class DenseLauncher:
                 fixed,
                 ["plan", *names],
                 groups={"plan": PLAN_POINTERS},
-                num_warps=tile.num_warps,
-                num_stages=tile.num_stages,
-                max_registers=tile.max_registers,
-                waits=plan.waits,
+                options=LaunchOptions(
+                    num_warps=tile.num_warps,
+                    num_stages=tile.num_stages,
+                    max_registers=tile.max_registers,
+                    waits=plan.waits,
+                ),
             )
 
         launcher = self._splits.of((plan.static, variant), new_launcher)
@@ -169,8 +171,7 @@ class DenseLauncher:
                 prefill_kernel,
                 fixed,
                 [*(varying.keys() & set(prefill_kernel.arg_names))],
-                num_warps=tile.num_warps,
-                num_stages=tile.num_stages,
+                options=LaunchOptions(num_warps=tile.num_warps, num_stages=tile.num_stages),
             )
 
         launcher = self._tiled.of((plan.tile, variant), new_launcher)

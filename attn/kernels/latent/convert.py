@@ -21,6 +21,7 @@ from attn.kernels.lang.numerics import (
     to_float32,
 )
 from builders.launch.call import KernelCall
+from specs.cache_write import RowsAtSlots
 from specs.rows import LATENT_BLOCK, LatentFormat
 
 _KINDS: Final = {
@@ -162,11 +163,8 @@ def latent_convert_kernel(
 
 
 def latent_convert_call(
-    source: dict[str, torch.Tensor],
-    target: dict[str, torch.Tensor],
-    formats: tuple[LatentFormat, LatentFormat],
-    from_slots: torch.Tensor | None,
-    to_slots: torch.Tensor | None,
+    source: RowsAtSlots,
+    target: RowsAtSlots,
     k_scale: torch.Tensor,
     num_rows: int,
     *,
@@ -176,24 +174,21 @@ def latent_convert_call(
     """The launch behind the functions of :mod:`attn.ops.latent_convert`, which check arguments.
 
     Args:
-        source: fields of the rows that are read, ``[N, P, count]`` each, by name.
-        target: fields of the rows that are written, ``[N, P, count]`` each, by name.
-        formats: the formats of source and target.
-        from_slots: ``[S]`` int32 or int64, -1 for a row of zeros; None for slots 0, 1, ...
-        to_slots: ``[S]`` int32 or int64, -1 for a row that is not written; None for slots 0, 1, ...
+        source: the rows that are read; slot -1 gives a row of zeros.
+        target: the rows that are written; a row for slot -1 is not written.
         k_scale: fp32 scalar, of rows with one scale per tensor.
         num_rows: S.
         snap_scales: block scales made from ``k_scale`` are powers of two.
         hardware_e4m3: the GPU has instructions that convert e4m3.
     """
-    rank = source["nope"].shape[2]
-    rope = source["rope"].shape[2] if "rope" in source else 0
+    rank = source.fields["nope"].shape[2]
+    rope = source.fields["rope"].shape[2] if "rope" in source.fields else 0
     groups = triton.cdiv(triton.next_power_of_2(rank), LATENT_BLOCK)
     width = max(triton.next_power_of_2(rank), groups * LATENT_BLOCK)
     arguments: dict[str, Any] = {}
-    for name, fields in (("", source), ("to_", target)):
+    for name, rows in (("", source), ("to_", target)):
         for field in ("nope", "rope", "scale"):
-            x = fields.get(field)
+            x = rows.fields.get(field)
             arguments[f"{name}{field}_ptr"] = None if x is None else as_bytes(x)
             strides = (0, 0) if x is None else x.stride()[:2]
             arguments[f"{name}{field}_block"], arguments[f"{name}{field}_token"] = strides
@@ -201,15 +196,15 @@ def latent_convert_call(
                 aligned = 1 if x is None else alignment(x)
                 arguments[f"{name}{field}_align".upper()] = aligned
     arguments |= {
-        "from_slots_ptr": from_slots,
-        "to_slots_ptr": to_slots,
+        "from_slots_ptr": source.slots,
+        "to_slots_ptr": target.slots,
         "k_scale_ptr": k_scale,
         "num_rows": num_rows,
-        "FROM": _KINDS[formats[0]],
-        "TO": _KINDS[formats[1]],
+        "FROM": _KINDS[source.format],
+        "TO": _KINDS[target.format],
         "SNAP": snap_scales,
-        "FROM_BLOCK": source["nope"].shape[1],
-        "TO_BLOCK": target["nope"].shape[1],
+        "FROM_BLOCK": source.fields["nope"].shape[1],
+        "TO_BLOCK": target.fields["nope"].shape[1],
         "RANK": rank,
         "WIDTH": width,
         "GROUPS": groups,

@@ -17,6 +17,7 @@ from attn.kernels.lang.numerics import INTERPRETED, decode_e4m3, round_to, to_fl
 from builders.latent.prefill import PagedRows
 from builders.launch.call import KernelCall
 from specs.base import power_of_two
+from specs.layouts import KVViews
 
 _VARYING = ["num_rows", "span", "table_row"]
 _ANYWHERE = ["table_ptr", "start_ptr", "lens_ptr", "packed_ptr", "scale_ptr"]
@@ -182,8 +183,7 @@ def expand_call(
     rope: torch.Tensor,
     w_uk: torch.Tensor,
     w_uv: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    into: KVViews,
     *,
     paged: PagedRows | None = None,
     scale: torch.Tensor | None = None,
@@ -196,8 +196,7 @@ def expand_call(
         rope: ``[S, r]`` or ``[N, P, r]``, in any strides that leave rows dense.
         w_uk: ``[L, H, P]`` in the model's type.
         w_uv: ``[L, H, V]`` in the model's type.
-        keys: ``[S, H, P + r]``, dense, to write.
-        values: ``[S, H, V]``, dense, to write.
+        into: keys ``[S, H, P + r]`` and values ``[S, H, V]``, dense, to write.
         paged: the rows of the cache to expand; None for rows that follow one another.
         scale: fp32 scalar that multiplies an e4m3 cache; None: rows are in the model's type.
         hardware_e4m3: the GPU has instructions that convert e4m3.
@@ -206,6 +205,7 @@ def expand_call(
         ValueError: rows are not as wide as weights and keys say.
     """
     rank, heads, nope = w_uk.shape
+    keys, values = into.key, into.value
     widths, wanted = (latent.shape[-1], rope.shape[-1]), (rank, keys.shape[2] - nope)
     if widths != wanted:
         raise ValueError(

@@ -15,7 +15,7 @@ from attn.kernels.lang.numerics import INTERPRETED
 from attn.kernels.lang.stored import E4M3, NATIVE, decode_form
 from attn.kernels.latent.decode import mla_decode_kernel
 from builders.dense.record import TritonAttentionMetadata
-from builders.launch.call import KernelCall
+from builders.launch.call import KernelCall, LaunchOptions
 from builders.launch.launcher import Launch, Launcher
 from builders.launch.variants import Variants
 from builders.splitkv.record import PLAN_POINTERS, SPARE_STATES, SplitPlan, latent_states
@@ -135,9 +135,11 @@ class LatentLauncher:
                 fixed,
                 [*varying],
                 groups={"plan": PLAN_POINTERS},
-                num_warps=tile.num_warps,
-                num_stages=tile.num_stages,
-                max_registers=tile.max_registers,
+                options=LaunchOptions(
+                    num_warps=tile.num_warps,
+                    num_stages=tile.num_stages,
+                    max_registers=tile.max_registers,
+                ),
             )
 
         launcher = self._variants.of((plan.static, _variant(tensors)), new_launcher)

@@ -13,6 +13,7 @@ import triton.language as tl
 from attn.kernels.cache.write_kernel import rows_of_table
 from attn.kernels.lang.numerics import divide_for_e4m3, encode_e4m3, to_float32
 from builders.launch.call import KernelCall
+from specs.cache_write import Rotation, UnrotatedLatents
 
 TILE_HEADS, NUM_WARPS = 2, 1
 """Heads and warps of a program: many small programs keep the most bytes in flight."""
@@ -111,13 +112,8 @@ def rope_quantize_kernel(
 
 
 def rope_quantize_call(
-    q_nope: torch.Tensor,
-    q_pe: torch.Tensor,
-    kv_c: torch.Tensor,
-    k_pe: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    is_neox: bool,
+    latents: UnrotatedLatents,
+    rotation: Rotation,
     scales: tuple[torch.Tensor, torch.Tensor],
     q_out: torch.Tensor,
     k_out: torch.Tensor | None,
@@ -131,6 +127,8 @@ def rope_quantize_call(
     ``scales`` are the scale of queries and the scale of keys. ``cache`` holds the latent and the
     rotary part of the cache.
     """
+    q_nope, q_pe, kv_c, k_pe = latents
+    positions, cos_sin_cache, is_neox = rotation
     tokens, heads, rank = q_nope.shape
     rope = q_pe.shape[2]
     tile = min(triton.next_power_of_2(heads), TILE_HEADS)

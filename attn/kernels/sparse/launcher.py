@@ -137,7 +137,14 @@ def _plain_call(
         attend["CARRIES_IDS"] = tile.carries_ids
         attend["HOLDS_NEXT"] = tile.holds_next
     grid = (rows * shared["HEAD_TILES"], tile.programs(topk))
-    return KernelCall(kernel, grid, attend, tile.num_warps, tile.num_stages, tile.max_registers)
+    return KernelCall(
+        kernel,
+        grid,
+        attend,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        max_registers=tile.max_registers,
+    )
 
 
 def _compute_type(dtype: torch.dtype) -> Any:

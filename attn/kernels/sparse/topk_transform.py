@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from builders.launch.call import KernelCall
+from builders.sparse.arguments import TopkLists
 
 _VARYING: Final = ["table_width"]
 _ANYWHERE: Final = [
@@ -74,9 +75,7 @@ def topk_transform_kernel(
 
 
 def topk_transform_call(
-    ids: torch.Tensor,
-    visible_lens: torch.Tensor,
-    reqs: torch.Tensor,
+    lists: TopkLists,
     kind: str,
     out: torch.Tensor,
     block_table: torch.Tensor | None,
@@ -88,18 +87,18 @@ def topk_transform_call(
     """The launch of :func:`attn.ops.topk_transform.transform_topk`, which checks the arguments."""
     rows, width = out.shape
     arguments = {
-        "ids_ptr": ids,
-        "visible_ptr": visible_lens,
-        "reqs_ptr": reqs,
+        "ids_ptr": lists.ids,
+        "visible_ptr": lists.visible_lens,
+        "reqs_ptr": lists.reqs,
         "block_table_ptr": block_table,
         "offsets_ptr": offsets,
         "out_ptr": out,
         "slots_ptr": slots,
         "counts_ptr": counts,
-        "ids_row": ids.stride(0),
+        "ids_row": lists.ids.stride(0),
         "table_row": 0 if block_table is None else block_table.stride(0),
         "table_width": 0 if block_table is None else block_table.shape[1],
-        "TOPK": ids.shape[1],
+        "TOPK": lists.ids.shape[1],
         "WIDTH": width,
         "TILE": triton.next_power_of_2(width),
         "PAGE_SIZE": block_size,

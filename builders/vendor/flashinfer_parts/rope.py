@@ -13,38 +13,11 @@ from typing import Any
 import torch
 
 from builders.vendor.flashinfer_parts.install import checked_modules, complete
+from specs.cache_write import Rotation, UnrotatedLatents
 
 HALF_MULTIPLE = 16
 """Half a rotary part must be a multiple of this number of elements, which one thread rotates."""
 MODEL_DTYPES = (torch.float16, torch.bfloat16)
-
-
-@dataclass(frozen=True)
-class RopeQuantizeCall:
-    """Arguments for T tokens; the four inputs are fp16 or bf16, with dense rows in any strides."""
-
-    q_nope: torch.Tensor
-    """``[T, H, L]``, absorbed."""
-    q_pe: torch.Tensor
-    """``[T, H, r]``, not rotated."""
-    kv_c: torch.Tensor
-    """``[T, L]``."""
-    k_pe: torch.Tensor
-    """``[T, r]``, not rotated."""
-    positions: torch.Tensor
-    """``[T]`` int32 or int64, inside the table."""
-    cos_sin_cache: torch.Tensor
-    """``[max_position, r]`` fp32, contiguous: cosines, then sines."""
-    is_neox: bool
-    """The pair of element i is i + r / 2 (True) or its neighbour (False)."""
-    q_scale: float
-    """Scale of ``q_out``: real = stored * scale."""
-    k_scale: float
-    """Scale of ``k_out``: real = stored * scale."""
-    q_out: torch.Tensor
-    """``[T, H, L + r]`` e4m3, written."""
-    k_out: torch.Tensor
-    """``[T, L + r]`` e4m3, written."""
 
 
 @dataclass(frozen=True)
@@ -54,41 +27,59 @@ class FlashInferRope:
     version: str
     function: Any
 
-    def run(self, call: RopeQuantizeCall) -> None:
+    def run(
+        self,
+        latents: UnrotatedLatents,
+        rotation: Rotation,
+        scales: tuple[float, float],
+        q_out: torch.Tensor,
+        k_out: torch.Tensor,
+    ) -> None:
         """Rotate, quantise and write the two outputs, in one launch.
+
+        Args:
+            latents: queries and latent rows in fp16 or bf16.
+            rotation: positions ``[T]``, each inside the table, and the table ``[max_position, r]``
+                in fp32; both contiguous.
+            scales: scales of ``q_out`` and ``k_out``: real = stored * scale.
+            q_out: ``[T, H, L + r]`` e4m3, written.
+            k_out: ``[T, L + r]`` e4m3, written.
 
         Raises:
             ValueError: a type or width that FlashInfer's kernel does not take.
         """
-        rank, rope = call.q_nope.shape[-1], call.q_pe.shape[-1]
-        if call.q_nope.dtype not in MODEL_DTYPES:
+        q_nope, q_pe, kv_c, k_pe = latents
+        positions, cos_sin_cache, is_neox = rotation
+        q_scale, k_scale = scales
+        rank, rope = q_nope.shape[-1], q_pe.shape[-1]
+        if q_nope.dtype not in MODEL_DTYPES:
             names = " or ".join(map(str, MODEL_DTYPES))
-            raise ValueError(f"q_nope must be {names} for FlashInfer, got {call.q_nope.dtype}")
+            raise ValueError(f"q_nope must be {names} for FlashInfer, got {q_nope.dtype}")
         if rope % (2 * HALF_MULTIPLE):
             raise ValueError(
                 f"q_pe must have a multiple of {2 * HALF_MULTIPLE} elements for FlashInfer, got "
                 f"{rope}"
             )
-        if not call.cos_sin_cache.is_contiguous() or not call.positions.is_contiguous():
+        if not cos_sin_cache.is_contiguous() or not positions.is_contiguous():
             raise ValueError(
                 "cos_sin_cache and positions must be contiguous for FlashInfer, got strides "
-                f"{call.cos_sin_cache.stride()} and {call.positions.stride()}"
+                f"{cos_sin_cache.stride()} and {positions.stride()}"
             )
         self.function(
-            call.q_pe,
-            call.k_pe,
-            call.q_nope,
-            call.kv_c,
-            call.cos_sin_cache,
-            call.positions,
-            is_neox=call.is_neox,
+            q_pe,
+            k_pe,
+            q_nope,
+            kv_c,
+            cos_sin_cache,
+            positions,
+            is_neox=is_neox,
             quantize_dtype=torch.float8_e4m3fn,
-            quant_scale_q=1.0 / call.q_scale,
-            quant_scale_kv=1.0 / call.k_scale,
-            q_rope_out=call.q_out[..., rank:],
-            k_rope_out=call.k_out[..., rank:],
-            q_nope_out=call.q_out[..., :rank],
-            k_nope_out=call.k_out[..., :rank],
+            quant_scale_q=1.0 / q_scale,
+            quant_scale_kv=1.0 / k_scale,
+            q_rope_out=q_out[..., rank:],
+            k_rope_out=k_out[..., rank:],
+            q_nope_out=q_out[..., :rank],
+            k_nope_out=k_out[..., :rank],
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from builders.pages.tables import PAGE_SIZES
+from builders.pages.phase_tables import PAGE_SIZES
 from builders.vendor.flashinfer_parts.calls import DirectCalls
 from specs.attention import ComputeCapabilityRange, HeadSizes
 from specs.devices import ComputeCapability

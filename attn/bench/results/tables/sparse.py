@@ -26,10 +26,11 @@ from attn.bench.results.lines import How, Line, Part
 from attn.bench.results.results import Contender
 from attn.ops.indexer import paged_index_logits
 from attn.ops.latent_convert import convert_blocks
-from attn.ops.sparse_mla import sparse_mla, tile_for, workspace_for
+from attn.ops.sparse_mla import launch_with, sparse_mla, tile_for
 from attn.reference import indexer as index_reference
 from attn.reference import sparse_mla as reference
 from builders.device import device_facts, runs_gluon
+from builders.sparse.arguments import ListedRows
 from builders.sparse.hopper_tiles import hopper_sparse_tile, sparse_kernel_of
 from builders.sparse.tiles import SparseShape, SparseTile
 from builders.sparse.vendor_calls import load_flashmla
@@ -278,17 +279,12 @@ def ours(content: SparseContent, tile: SparseTile | None = None) -> KernelRun:
     chosen = tile or _usual_tile(content)
     out = query.new_empty((*query.shape[:2], rank))
     lse = torch.empty(query.shape[:2], device=query.device)
-    sizes = case.num_tokens, case.num_heads, case.topk, rank
-    scratch = workspace_for(chosen, *sizes, query.device)
+    launch = launch_with(chosen, query[..., :rank], content.indices)
+    listed = ListedRows(content.cache, case.latent_format, content.indices, k_scale=content.k_scale)
 
     def call() -> None:
-        sparse_mla(
-            *(query[..., :rank], query[..., rank:], content.cache, content.indices, None),
-            *(case.latent_format, case.scale, out, lse),
-            k_scale=content.k_scale,
-            tile=chosen,
-            workspace=scratch,
-        )
+        parts = query[..., :rank], query[..., rank:]
+        sparse_mla(*parts, listed, case.scale, out, lse, launch=launch)
 
     return KernelRun(call, out)
 

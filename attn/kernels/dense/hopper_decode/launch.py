@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from attn.kernels.dense.hopper_decode.kernel import hopper_decode_kernel
 from attn.kernels.dense.hopper_launch import COLUMNS, HopperVariants, asked, is_planned
 from builders.dense.choice import decode_kernel_of
+from builders.launch.call import LaunchOptions
 from builders.launch.launcher import Launcher
 from builders.splitkv.record import PLAN_POINTERS, SplitPlan
 from specs.devices import DeviceKind
@@ -107,7 +108,11 @@ class HopperDecodeLauncher(HopperVariants[SplitPlan]):
             "FINISH_WIDTH": min(layer.head_size, FINISH_CELLS // constants["FINISH_ROWS"]),
         }
         return Launcher(
-            hopper_decode_kernel, fixed, _VARYING, groups={"plan": PLAN_POINTERS}, waits=True
+            hopper_decode_kernel,
+            fixed,
+            _VARYING,
+            groups={"plan": PLAN_POINTERS},
+            options=LaunchOptions(waits=True),
         )
 
 

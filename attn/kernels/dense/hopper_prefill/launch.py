@@ -18,6 +18,7 @@ from builders.dense.choice import (
     prefill_kernel_of,
 )
 from builders.dense.dequantised import dequantised_value_type
+from builders.launch.call import LaunchOptions
 from builders.launch.launcher import Launcher
 from builders.splitkv.record import HopperPlan
 from builders.splitkv.tiles import HopperTile
@@ -159,7 +160,12 @@ class HopperLauncher(HopperVariants[HopperPlan]):
         rows, descriptors = ("key_ptr", "value_ptr"), ("k_desc", "v_desc")
         fixed |= dict.fromkeys(descriptors if narrow else rows)
         varying = (*_VARYING, *(rows if narrow else descriptors))
-        return Launcher(hopper_prefill_kernel, fixed, varying, waits=True, few_registers=True)
+        return Launcher(
+            hopper_prefill_kernel,
+            fixed,
+            varying,
+            options=LaunchOptions(waits=True, few_registers=True),
+        )
 
 
 def _query_box(fixed: Mapping[str, Any]) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from attn.kernels.latent.hopper_narrow.kernel import hopper_mla_narrow_kernel
 from attn.kernels.latent.hopper_wide.fold import fold_cuts_kernel
 from attn.kernels.latent.hopper_wide.kernel import hopper_mla_kernel
 from builders.latent.choice import latent_kernel_of
+from builders.launch.call import LaunchOptions
 from builders.launch.launcher import Launch, Launcher
 from builders.splitkv.record import PLAN_POINTERS, SplitPlan, area_of
 from specs.base import cdiv, power_of_two
@@ -169,7 +170,11 @@ class HopperLatentLauncher(HopperVariants[SplitPlan]):
             }
             varying = (*_VARYING, "cache_ptr")
             return Launcher(
-                hopper_mla_kernel, fixed, varying, groups=_PLAN, num_warps=4, waits=True
+                hopper_mla_kernel,
+                fixed,
+                varying,
+                groups=_PLAN,
+                options=LaunchOptions(num_warps=4, waits=True),
             )
         fixed |= {name: constants[name] for name in _SEGMENTED} | {
             "AREA": area_of(plan.slots, plan.segment_groups, plan.head_loops),
@@ -179,7 +184,11 @@ class HopperLatentLauncher(HopperVariants[SplitPlan]):
         }
         names = (*_VARYING, "k_scale_ptr", "rope_desc")
         return Launcher(
-            hopper_mla_narrow_kernel, fixed, names, groups=_PLAN, num_warps=8, waits=True
+            hopper_mla_narrow_kernel,
+            fixed,
+            names,
+            groups=_PLAN,
+            options=LaunchOptions(num_warps=8, waits=True),
         )
 
 
@@ -194,7 +203,7 @@ def _new_fold(plan: SplitPlan, attends: Launcher, tensors: DenseTensors) -> Laun
         "WAITS": tensors.output.is_cuda,
     }
     names = ("out_ptr", "lse_ptr", "plan")
-    return Launcher(fold_cuts_kernel, fixed, names, groups=_PLAN, waits=True)
+    return Launcher(fold_cuts_kernel, fixed, names, groups=_PLAN, options=LaunchOptions(waits=True))
 
 
 _PLAN = {"plan": PLAN_POINTERS}

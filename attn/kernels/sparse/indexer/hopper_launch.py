@@ -8,6 +8,7 @@ import triton
 from attn.kernels.sparse.indexer.hopper_logits import hopper_paged_logits_kernel
 from builders.device import device_facts
 from builders.launch.call import KernelCall
+from builders.sparse.arguments import IndexerKeys, RequestPages
 from builders.sparse.hopper_tiles import FEWEST_INDEX_ROWS, index_pages
 from builders.sparse.tiles import IndexTile
 from specs.base import cdiv
@@ -17,10 +18,8 @@ from specs.rows import INDEXER_PAGE
 def hopper_paged_logits_call(
     query: torch.Tensor,
     weights: torch.Tensor,
-    data: torch.Tensor,
-    scale: torch.Tensor,
-    block_table: torch.Tensor,
-    requests: torch.Tensor | None,
+    keys: IndexerKeys,
+    pages: RequestPages,
     kv_lens: torch.Tensor,
     logits: torch.Tensor,
     tile: IndexTile,
@@ -31,39 +30,39 @@ def hopper_paged_logits_call(
     Args:
         query: ``[T, Hi, 128]`` e4m3.
         weights: ``[T, Hi]`` fp32.
-        data: ``[N, 64, 128]`` uint8, the e4m3 patterns of the keys.
-        scale: ``[N, 64, 1]`` fp32, the scale of each key.
-        block_table: ``[R, blocks]`` int32, the pages of each request.
-        requests: ``[T]`` int32, the request of each query token; None: token i is of request i.
+        keys: uint8 patterns ``[N, 64, 128]`` of the keys, and their scales ``[N, 64, 1]``.
+        pages: the pages of each query token's request.
         kv_lens: ``[T]`` int32, the keys that each query token scores.
         logits: ``[T, M]`` fp32, written.
         tile: how the launch cuts its work.
         most: the most keys that a query token has.
     """
     rows, heads, _ = query.shape
-    q, words = query.view(torch.int32), data.view(torch.int32)
+    q, words = query.view(torch.int32), keys.data.view(torch.int32)
     blocks = cdiv(most, INDEXER_PAGE)
-    pages = index_pages(tile, device_facts(query.device).num_multiprocessors, rows, blocks)
+    pages_per_program = index_pages(
+        tile, device_facts(query.device).num_multiprocessors, rows, blocks
+    )
     arguments = {
         "q_ptr": q,
         "weights_ptr": weights,
         "data_ptr": words,
-        "scale_ptr": scale,
-        "table_ptr": block_table,
-        "requests_ptr": requests,
+        "scale_ptr": keys.scale,
+        "table_ptr": pages.block_table,
+        "requests_ptr": pages.requests,
         "lens_ptr": kv_lens,
         "logits_ptr": logits,
         "q_token": q.stride(0),
         "q_head": q.stride(1),
         "weights_token": weights.stride(0),
         "data_block": words.stride(0),
-        "scale_block": scale.stride(0),
-        "table_row": block_table.stride(0),
+        "scale_block": keys.scale.stride(0),
+        "table_row": pages.block_table.stride(0),
         "logits_row": logits.stride(0),
         "most": most,
         "NUM_HEADS": heads,
         "HEADS": max(triton.next_power_of_2(heads), FEWEST_INDEX_ROWS),
-        "PAGES": pages,
+        "PAGES": pages_per_program,
     }
-    grid = (cdiv(blocks, pages), rows)
+    grid = (cdiv(blocks, pages_per_program), rows)
     return KernelCall(hopper_paged_logits_kernel, grid, arguments, num_warps=4)

@@ -18,6 +18,7 @@ from attn.kernels.sparse.indexer.kernels import (
     write_keys_kernel,
 )
 from builders.launch.call import KernelCall
+from builders.sparse.arguments import IndexerKeys, RequestPages
 from builders.sparse.tiles import IndexTile
 from specs.base import cdiv
 from specs.layouts import latent_views
@@ -74,10 +75,10 @@ def gather_keys_call(
     return KernelCall(gather_keys_kernel, (cdiv(len(slots), _GATHER_ROWS),), arguments, num_warps=4)
 
 
-def planes_of(kv_cache: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+def planes_of(kv_cache: torch.Tensor, width: int) -> IndexerKeys:
     """The planes of pages: data ``[N, 64, width]`` as uint8 patterns, and scales ``[N, 64, 1]``."""
     views = latent_views(kv_cache, LatentFormat.INDEXER_FP8.row(width))
-    return views["data"].view(torch.uint8), views["scale"]
+    return IndexerKeys(views["data"].view(torch.uint8), views["scale"])
 
 
 def _query_arguments(
@@ -110,8 +111,7 @@ def paged_logits_call(
     query: torch.Tensor,
     weights: torch.Tensor,
     kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    requests: torch.Tensor | None,
+    pages: RequestPages,
     kv_lens: torch.Tensor,
     logits: torch.Tensor,
     tile: IndexTile,
@@ -119,26 +119,27 @@ def paged_logits_call(
     hardware_e4m3: bool,
 ) -> KernelCall:
     """The launch of :func:`attn.ops.indexer.paged_index_logits`, which explains the arguments."""
-    data, scale = planes_of(kv_cache, query.shape[2])
-    most = min(logits.shape[1], block_table.shape[1] * INDEXER_PAGE)
+    keys, table = planes_of(kv_cache, query.shape[2]), pages.block_table
+    most = min(logits.shape[1], table.shape[1] * INDEXER_PAGE)
     if tile.hopper_pages:
         # Gluon is imported only where it is used.
         from attn.kernels.sparse.hopper_launch import is_aligned
         from attn.kernels.sparse.indexer.hopper_launch import hopper_paged_logits_call
 
-        if is_aligned(query, data):
-            given = query, weights, data, scale, block_table, requests, kv_lens, logits
-            return hopper_paged_logits_call(*given, tile, most)
+        if is_aligned(query, keys.data):
+            return hopper_paged_logits_call(
+                query, weights, keys, pages, kv_lens, logits, tile, most
+            )
     arguments = _query_arguments(query, weights, tile, hardware_e4m3) | {
-        "data_ptr": data,
-        "scale_ptr": scale,
-        "table_ptr": block_table,
-        "requests_ptr": requests,
+        "data_ptr": keys.data,
+        "scale_ptr": keys.scale,
+        "table_ptr": table,
+        "requests_ptr": pages.requests,
         "lens_ptr": kv_lens,
         "logits_ptr": logits,
-        "data_block": data.stride(0),
-        "scale_block": scale.stride(0),
-        "table_row": block_table.stride(0),
+        "data_block": keys.data.stride(0),
+        "scale_block": keys.scale.stride(0),
+        "table_row": table.stride(0),
         "logits_row": logits.stride(0),
         "most": most,
         "BLOCK_SIZE": INDEXER_PAGE,
@@ -146,14 +147,15 @@ def paged_logits_call(
         "TILES": tile.steps,
     }
     grid = (cdiv(most, tile.pages * tile.steps * INDEXER_PAGE), len(query))
-    return KernelCall(paged_logits_kernel, grid, arguments, tile.num_warps, tile.num_stages)
+    return KernelCall(
+        paged_logits_kernel, grid, arguments, num_warps=tile.num_warps, num_stages=tile.num_stages
+    )
 
 
 def ragged_logits_call(
     query: torch.Tensor,
     weights: torch.Tensor,
-    data: torch.Tensor,
-    scale: torch.Tensor,
+    keys: IndexerKeys,
     starts: torch.Tensor,
     ends: torch.Tensor,
     logits: torch.Tensor,
@@ -163,20 +165,22 @@ def ragged_logits_call(
 ) -> KernelCall:
     """The launch of :func:`attn.ops.indexer.ragged_index_logits`, which explains the arguments."""
     arguments = _query_arguments(query, weights, tile, hardware_e4m3) | {
-        "data_ptr": data.view(torch.uint8),
-        "scale_ptr": scale,
+        "data_ptr": keys.data.view(torch.uint8),
+        "scale_ptr": keys.scale,
         "starts_ptr": starts,
         "ends_ptr": ends,
         "logits_ptr": logits,
         "num_rows": len(query),
-        "num_keys": len(data),
-        "data_row": data.stride(0),
+        "num_keys": len(keys.data),
+        "data_row": keys.data.stride(0),
         "logits_row": logits.stride(0),
         "TILE": tile.keys,
         "ROWS": tile.rows,
     }
-    grid = (cdiv(len(data), tile.keys), cdiv(len(query), tile.rows))
-    return KernelCall(ragged_logits_kernel, grid, arguments, tile.num_warps, tile.num_stages)
+    grid = (cdiv(len(keys.data), tile.keys), cdiv(len(query), tile.rows))
+    return KernelCall(
+        ragged_logits_kernel, grid, arguments, num_warps=tile.num_warps, num_stages=tile.num_stages
+    )
 
 
 def select_topk_call(
@@ -184,28 +188,27 @@ def select_topk_call(
     lens: torch.Tensor,
     out: torch.Tensor,
     out_lens: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    block_size: int,
-    requests: torch.Tensor | None,
+    pages: RequestPages | None,
     offsets: torch.Tensor | None,
     tile: IndexTile,
 ) -> KernelCall:
     """The launch of :func:`attn.ops.indexer.select_topk`, which explains the arguments."""
     topk = out.shape[1]
+    table = None if pages is None else pages.block_table
     arguments = {
         "logits_ptr": logits,
         "lens_ptr": lens,
         "out_ptr": out,
         "out_lens_ptr": out_lens,
-        "table_ptr": block_table,
-        "requests_ptr": requests,
+        "table_ptr": table,
+        "requests_ptr": None if pages is None else pages.requests,
         "offsets_ptr": offsets,
         "logits_row": logits.stride(0),
-        "table_row": 0 if block_table is None else block_table.stride(0),
+        "table_row": 0 if table is None else table.stride(0),
         "out_row": out.stride(0),
         "TOPK": topk,
         "WIDTH": triton.next_power_of_2(topk),
         "TILE": tile.select,
-        "BLOCK_SIZE": block_size,
+        "BLOCK_SIZE": INDEXER_PAGE if pages is None else pages.block_size,
     }
-    return KernelCall(select_topk_kernel, (len(out),), arguments, tile.select_warps)
+    return KernelCall(select_topk_kernel, (len(out),), arguments, num_warps=tile.select_warps)
