@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attn.kernels.dense.hopper_prefill.scheduler import wide
-from attn.kernels.lang.compat import aggregate
+from attn.kernels.lang.compat import aggregate, reinterpret
 from attn.kernels.lang.structures import Value
 from attn.kernels.sparse.listed_rows import row_offsets
 
@@ -209,3 +209,141 @@ class NarrowState:
     """``[4, ROWS]`` fp32, maxima of score plus log2 of the scale, for each block of columns."""
     acc: gl.tensor
     """``[4, 128, ROWS]`` fp32, sums of values times weights."""
+
+
+@aggregate
+class WideQueries:
+    """The shared memory of a tile of heads' queries in the wide kernel."""
+
+    latent: gl.shared_memory_descriptor
+    """``[8, 64, 64]`` of 16-bit elements, the parts that meet latents, in blocks of columns;
+    :meth:`in_halves` makes it ``[2, 64, 256]``, as products read it."""
+    rotary: gl.shared_memory_descriptor
+    """``[1, 64, 64]`` of 16-bit elements, the rotary parts."""
+    full: gl.shared_memory_descriptor
+    """mbarrier: the queries are there."""
+    empty: gl.shared_memory_descriptor
+    """mbarrier: both consumers have read the queries."""
+
+    @gluon.jit
+    def in_halves(self):
+        """The queries with their latent parts as products read them."""
+        return WideQueries(
+            latent=halves_of(self.latent), rotary=self.rotary, full=self.full, empty=self.empty
+        )
+
+
+@aggregate
+class WideRing:
+    """The shared memory of the wide kernel's tile of keys, which is two blocks.
+
+    Block ``b`` arrives in parts, each of which has a barrier in ``full``: number ``b`` is of the
+    rotary part and the gaps, ``2 + b`` of the half that comes first, and ``4 + b`` of the other
+    half. The left half of block 0 comes first, and the right half of block 1. In ``empty``, number
+    ``b`` is of the rotary part and the gaps, ``2 + b`` of the left half, and ``4 + b`` of the right
+    half.
+    """
+
+    left: gl.shared_memory_descriptor
+    """``[8, KEYS, 64]`` of 16-bit elements, the left halves of the latents of both blocks, in
+    blocks of columns; :meth:`in_halves` makes it ``[2, KEYS, 256]``, as products read it."""
+    right: gl.shared_memory_descriptor
+    """The right halves of the latents of both blocks, shaped as ``left``."""
+    rope: gl.shared_memory_descriptor
+    """``[2, KEYS, 64]`` of 16-bit elements, the rotary parts of both blocks."""
+    gaps: gl.shared_memory_descriptor
+    """``[2, KEYS]`` fp32, terms of scores: -inf for entries that list no row, else 0."""
+    full: gl.shared_memory_descriptor
+    """``[6, 1]`` mbarriers: the part of the block is there. With WHOLE it is ``[2, 1]``: the block
+    is there."""
+    empty: gl.shared_memory_descriptor
+    """``[6, 1]`` mbarriers: the part of the block has been read."""
+
+    @gluon.jit
+    def in_halves(self):
+        """The ring with its latents as products read them."""
+        return WideRing(
+            left=halves_of(self.left), right=halves_of(self.right), rope=self.rope, gaps=self.gaps,
+            full=self.full, empty=self.empty,
+        )  # fmt: skip
+
+
+@gluon.jit
+def halves_of(boxes):
+    """View latents ``[8, rows, 64]``, in blocks of columns, as two halves ``[2, rows, 256]``."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    return reinterpret(boxes, boxes.dtype, [2, boxes.shape[1], 256], LAYOUT)
+
+
+@aggregate
+class StoredBlocks:
+    """The shared memory of blocks of e4m3 rows as the cache stores them, until they are converted.
+
+    Nothing uses it where rows have 16 bits; its fields are then any memory.
+    """
+
+    left: gl.shared_memory_descriptor
+    """``[STORED_BLOCKS, KEYS, 64]`` int32, the left halves of latents."""
+    right: gl.shared_memory_descriptor
+    """``[STORED_BLOCKS, KEYS, 64]`` int32, the right halves of latents."""
+    rope: gl.shared_memory_descriptor
+    """``[STORED_BLOCKS, KEYS, 32]`` int32, rotary parts of two bf16 in a word."""
+    scales: gl.shared_memory_descriptor
+    """``[STORED_BLOCKS, KEYS, 4]`` int32, the bits of the fp32 scales of latents."""
+
+
+@aggregate
+class WideRoom:
+    """The shared memory in which the consumers of the wide kernel exchange what they compute."""
+
+    weights: gl.shared_memory_descriptor
+    """``[1, 64, KEYS]`` of 16-bit elements, the weights of one block."""
+    first_top: gl.shared_memory_descriptor
+    """``[64]`` fp32, maxima after block 0."""
+    second_top: gl.shared_memory_descriptor
+    """``[64]`` fp32, maxima after block 1."""
+    sums: gl.shared_memory_descriptor
+    """``[2, 64]`` fp32, each consumer's sums over its own blocks."""
+    ready: gl.shared_memory_descriptor
+    """``[4, 1]`` mbarriers: 0 and 1, the weights and maxima of either block are there; 2 and 3, the
+    sums of either consumer."""
+
+
+@aggregate
+class WideTile:
+    """The sizes, types and layouts of the wide kernel's tiles: 64 heads by two blocks of keys."""
+
+    KEYS: gl.constexpr
+    """int, keys of a block."""
+    DTYPE: gl.constexpr
+    """Type of the products' operands."""
+    EARLY: gl.constexpr
+    """bool, whether consumers free the half of a block that the other consumer's weights meet
+    before they wait for more keys."""
+    WHOLE: gl.constexpr
+    """bool, whether a block of keys arrives as a whole, since the producer converts its rows."""
+    SCORES: gl.constexpr
+    """Layout of a block's scores ``[64, KEYS]``."""
+    OUTPUT: gl.constexpr
+    """Layout of a consumer's columns of the output ``[64, 256]``."""
+
+
+@aggregate
+class Piece:
+    """A piece of work of the wide kernel: a token, a tile of its heads, and keys of its list."""
+
+    token: Value
+    """int32, number of the token."""
+    head_tile: Value
+    """int32, number of the tile of heads."""
+    part: Value
+    """int32, number of the part of the list; 0 with BALANCED."""
+    length: Value
+    """int32, entries of the list that count."""
+    low: Value
+    """int32, the first tile of keys."""
+    high: Value
+    """int32, the tile of keys after the last; there are none if it is ``low`` or less."""
+    meets: Value
+    """int32, number of the place where this program's share meets the share of the program that has
+    the rest of the list, from 1 on; 0 if no other program has any of the list."""
