@@ -287,8 +287,7 @@ def _with_one_maximum(state, tile):
     """Combine the maxima and sums of a row's threads, and rescale the output to that maximum.
 
     Returns:
-        A :class:`attn.kernels.lang.structures.State`: maxima ``[ROWS]``, sums ``[ROWS]`` and the
-        output ``[4, 128, ROWS]``.
+        The output ``[4, 128, ROWS]``, maxima ``[ROWS]`` and sums ``[ROWS]``.
     """
     m, l = state.m, state.l
     if tile.KIND != NATIVE:
@@ -299,11 +298,11 @@ def _with_one_maximum(state, tile):
     by_block = _to(base_of(most), gl.SliceLayout(0, gl.SliceLayout(1, tile.WEIGHTS)))
     grow = exp2(state.top - by_block[None, :])
     acc = state.acc * _to(grow, gl.SliceLayout(1, tile.SUMS))[:, None, :]
-    return State(m=most, l=sums, acc=acc)
+    return acc, most, sums
 
 
 @gluon.jit
-def _with_other_half(W: gl.constexpr, entries_seen, state, ring, room, tile):
+def _with_other_half(W: gl.constexpr, entries_seen, acc, most, sums, ring, room, tile):
     """Bring the states of both warp groups together: group 1 hands its state to group 0.
 
     Group 1 hands its output over in the buffer of its own last tile, or of a tile never used.
@@ -311,13 +310,14 @@ def _with_other_half(W: gl.constexpr, entries_seen, state, ring, room, tile):
     Args:
         W: number of the warp group.
         entries_seen: int32, entries of the list that both groups have gone through.
-        state: the :class:`attn.kernels.lang.structures.State` of the group.
+        acc, most, sums: output ``[4, 128, ROWS]``, maxima ``[ROWS]`` and sums ``[ROWS]`` of the
+            group.
         ring: the :class:`attn.kernels.sparse.structures.NarrowRing` of tiles of rows.
         room: the warp group's :class:`attn.kernels.sparse.structures.NarrowRoom`.
         tile: the kernel's :class:`attn.kernels.sparse.structures.NarrowTile`.
 
     Returns:
-        The state of both groups in group 0; in group 1 its own state.
+        Output, maxima and sums of both groups in group 0; in group 1 its own.
     """
     tiles = (entries_seen + (tile.KEYS - 1)) // tile.KEYS
     spare = reinterpret(
@@ -326,24 +326,24 @@ def _with_other_half(W: gl.constexpr, entries_seen, state, ring, room, tile):
         gl.SwizzledSharedLayout(8, 2, tile.ROWS // 8, [2, 1, 0]),
     ).index(0)  # fmt: skip
     if W == 1:
-        spare.store(state.acc)
-        room.ends.index(0).store(state.m)
-        room.ends.index(1).store(state.l)
+        spare.store(acc)
+        room.ends.index(0).store(most)
+        room.ends.index(1).store(sums)
         thread_barrier()
         mbarrier.arrive(room.done, count=1)
     else:
         mbarrier.wait(room.done, 0)
-        VECTOR: gl.constexpr = state.m.type.layout
+        VECTOR: gl.constexpr = most.type.layout
         other = room.ends.index(0).load(VECTOR)
-        both = gl.maximum(state.m, other)
-        shrink = exp2(state.m - base_of(both))
+        both = gl.maximum(most, other)
+        shrink = exp2(most - base_of(both))
         by = exp2(other - base_of(both))
-        sums = gl.fma(state.l, shrink, room.ends.index(1).load(VECTOR) * by)
+        sums = gl.fma(sums, shrink, room.ends.index(1).load(VECTOR) * by)
+        most = both
         ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, tile.SUMS))
-        acc = state.acc * _to(shrink, ROW)[None, :][:, None, :]
+        acc = acc * _to(shrink, ROW)[None, :][:, None, :]
         acc = acc + spare.load(tile.SUMS) * _to(by, ROW)[None, :][:, None, :]
-        state = State(m=both, l=sums, acc=acc)
-    return state
+    return acc, most, sums
 
 
 @gluon.jit
@@ -391,14 +391,16 @@ def consume_narrow(
             W, lists.of(token), low, high, state, query.scale, rows_scale, queries, ring, room,
             tile,
         )  # fmt: skip
-    whole = _with_one_maximum(state, tile)
+    # From here the state is three values, not a structure. A branch returns values in the order in
+    # which they are first named, and another order would give other PTX.
+    acc, most, sums = _with_one_maximum(state, tile)
     if high > low:
-        whole = _with_other_half(W, high - low, whole, ring, room, tile)
+        acc, most, sums = _with_other_half(W, high - low, acc, most, sums, ring, room, tile)
     if W == 0:
-        acc = natural_order(whole.acc, tile.KIND != NATIVE)
+        acc = natural_order(acc, tile.KIND != NATIVE)
         _write_or_store(
-            State(m=whole.m, l=whole.l, acc=acc), token, head_tile, part, high > low, rows_scale,
-            out, scratch, division,
+            State(m=most, l=sums, acc=acc), token, head_tile, part, high > low, rows_scale, out,
+            scratch, division,
         )  # fmt: skip
 
 
