@@ -406,6 +406,7 @@ def consume_narrow(
 
 @gluon.jit
 def _to(x, LAYOUT: gl.constexpr):
+    """The tensor ``x`` in another layout."""
     return gl.convert_layout(x, LAYOUT)
 
 

@@ -48,9 +48,9 @@ def _places(side, slot, scratch, W: gl.constexpr, OUTPUT: gl.constexpr):
 def finish_shared(slot, is_later, state, scratch, W: gl.constexpr):
     """Store or fold one program's part of a list that lies in two programs.
 
-    States are fp32 ``[slots, 2, 2, 64, 256]``: earlier and later part of
-    the list, then warp group. Sums are fp32 ``[slots, 2, 2, 2, 64]``: part, warp group, then maxima
-    and sums. Counters are ``[slots, 2]``: arrivals of each warp group, 0 before and after.
+    States are fp32 ``[slots, 2, 2, 64, 256]``: earlier and later part of the list, then warp group.
+    Sums are fp32 ``[slots, 2, 2, 2, 64]``: part, warp group, then maxima and sums. Counters are
+    ``[slots, 2]``: arrivals of each warp group, 0 before and after.
 
     Args:
         slot: the number of the place where both shares meet.

@@ -103,10 +103,6 @@ def hopper_sparse_kernel(
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    query = SparseQuery(
-        query_ptr=query_ptr, rotary_ptr=rotary_ptr, query_token=query_token, query_head=query_head,
-        rotary_token=rotary_token, rotary_head=rotary_head, scale=scale * LOG2E,
-    )  # fmt: skip
     lists = Lists(ids_ptr=ids_ptr, lens_ptr=lens_ptr, ids_row=ids_row, topk=topk, HAS_LENS=HAS_LENS)
     rows = LatentRows(
         latent_ptr=latent_ptr, scale_ptr=None, BLOCK_SIZE=BLOCK_SIZE, BLOCK_UNITS=BLOCK_UNITS,
@@ -181,13 +177,16 @@ def hopper_sparse_kernel(
         left=left_boxes, right=right_boxes, rope=rope, gaps=gaps, full=full, empty=empty
     )
     room = WideRoom(weights=p, first_top=m_first, second_top=m_second, sums=sums_of, ready=ready)
-    factor = query.scale
+    query = SparseQuery(
+        query_ptr=query_ptr, rotary_ptr=rotary_ptr, query_token=query_token, query_head=query_head,
+        rotary_token=rotary_token, rotary_head=rotary_head, scale=scale * LOG2E,
+    )  # fmt: skip
     gl.warp_specialize(
         [
             (consume_listed, (
-                0, factor, lists, queries, ring, room, out, scratch, division, tile)),
+                0, query.scale, lists, queries, ring, room, out, scratch, division, tile)),
             (consume_listed, (
-                1, factor, lists, queries, ring, room, out, scratch, division, tile)),
+                1, query.scale, lists, queries, ring, room, out, scratch, division, tile)),
             (produce_listed, (query, lists, rows, queries, ring, stored, division, tile)),
         ],
         [4, 4],

@@ -65,12 +65,8 @@ def works_of(topk, division, KEYS: gl.constexpr):
         TILE: gl.constexpr = 2 * KEYS
         begin, end, dealt, groups, group = _share(topk, division, KEYS)
         each = (topk + (TILE - 1)) // TILE
-        count = (
-            (end - 1) // each
-            - begin // each
-            + 1
-            + (division.total // division.HEAD_TILES - dealt) // groups
-        )
+        count = (end - 1) // each - begin // each + 1
+        count += (division.total // division.HEAD_TILES - dealt) // groups
         first = 0
         last = gl.where(group < groups, count, 0)
         step = 1
@@ -83,7 +79,7 @@ def works_of(topk, division, KEYS: gl.constexpr):
 
 @gluon.jit
 def work_at(work, lists, division, KEYS: gl.constexpr):
-    """One piece of work, a :class:`attn.kernels.sparse.structures.Piece`.
+    """A piece of work, as :class:`attn.kernels.sparse.structures.Piece`.
 
     A tile is two blocks of KEYS keys. With BALANCED, ``work`` counts the program's own pieces.
 
