@@ -12,13 +12,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from attn.kernels.dense.hopper_prefill.scheduler import wide
 from attn.kernels.lang.compat import (
     arrive_behind_gathers,
     async_gather,
     let_kernels_behind_start,
     wait_for_kernels_before,
 )
+from attn.kernels.lang.structures import Out
 from attn.kernels.sparse.hopper_narrow.consumer import (
     NATIVE,
     RAW,
@@ -26,42 +26,46 @@ from attn.kernels.sparse.hopper_narrow.consumer import (
     consume_narrow,
     entries,
 )
-from attn.kernels.sparse.hopper_narrow.operands import scores_memory, swizzled
+from attn.kernels.sparse.hopper_narrow.operands import scores_memory, swizzled, weights_layout
 from attn.kernels.sparse.hopper_wide.parts import THREADS, UNIT
-from attn.kernels.sparse.listed_rows import row_offsets
+from attn.kernels.sparse.structures import (
+    Division,
+    LatentRows,
+    Lists,
+    NarrowQueries,
+    NarrowRing,
+    NarrowRoom,
+    NarrowTile,
+    Scratch,
+    SparseQuery,
+)
 
 
 @gluon.jit
-def _copy_rows(
-    latent_ptr, ids_ptr, lens_ptr, nope, tail, full, empty, ids_row, topk,
-    HEAD_TILES: gl.constexpr, SEGMENT: gl.constexpr, PARTS: gl.constexpr, HAS_LENS: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, BLOCK_UNITS: gl.constexpr, ROW_UNITS: gl.constexpr,
-    SKIP: gl.constexpr,
-):  # fmt: skip
+def _copy_rows(lists, rows, ring, division, SKIP: gl.constexpr):
     """Copy listed rows tile after tile; the producer warp group runs this.
 
     Entries of -1 give zeros. A tile has two parts: the latents of its rows, and their tails, which
     are all that follows the latents. The first SKIP words of a tail's room are not copied.
     """
-    STAGES: gl.constexpr = nope.shape[0]
-    TILE: gl.constexpr = nope.shape[1]
-    WORDS: gl.constexpr = nope.shape[2]
-    TAIL: gl.constexpr = tail.shape[2]
+    TILE: gl.constexpr = ring.latents.shape[1]
+    WORDS: gl.constexpr = ring.latents.shape[2]
+    TAIL: gl.constexpr = ring.tails.shape[2]
     COPY: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     TAIL_COPY: gl.constexpr = gl.BlockedLayout([1, 4], [128 // TAIL, TAIL // 4], [4, 1], [1, 0])
     ROW: gl.constexpr = gl.SliceLayout(1, COPY)
     TAIL_ROW: gl.constexpr = gl.SliceLayout(1, TAIL_COPY)
     work = gl.program_id(0)
-    token = work // (HEAD_TILES * PARTS)
-    low = work // HEAD_TILES % PARTS * SEGMENT
-    mine = ids_ptr + token.to(gl.int64) * wide(ids_row)
+    token = work // (division.HEAD_TILES * division.PARTS)
+    low = work // division.HEAD_TILES % division.PARTS * division.SEGMENT
+    mine = lists.of(token)
     # The first entries are loaded up to the list's end, before the number that counts is known.
-    end = gl.minimum(topk, low + SEGMENT)
+    end = gl.minimum(lists.topk, low + division.SEGMENT)
     ids = entries(mine, low, end, TILE, ROW)
     tail_ids = entries(mine, low, end, TILE, TAIL_ROW)
     high = end
-    if HAS_LENS:
-        high = gl.minimum(end, gl.load(lens_ptr + token))
+    if lists.HAS_LENS:
+        high = gl.minimum(end, gl.load(lists.lens_ptr + token))
         row = low + gl.arange(0, TILE, layout=ROW)
         tail_row = low + gl.arange(0, TILE, layout=TAIL_ROW)
         ids = gl.where(row < high, ids, -1)
@@ -72,21 +76,21 @@ def _copy_rows(
     tail_column = gl.arange(0, TAIL, layout=gl.SliceLayout(0, TAIL_COPY))
     for first in range(low, high, TILE):
         turn = (first - low) // TILE
-        stage = turn % STAGES
+        stage = turn % ring.STAGES
         # Entries are loaded two tiles ahead: loads queue behind copies.
         next_ids = entries(mine, first + 2 * TILE, high, TILE, ROW)
         next_tail = entries(mine, first + 2 * TILE, high, TILE, TAIL_ROW)
-        offset = row_offsets(ids, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE) * (UNIT // 4)
-        at = latent_ptr + offset[:, None] + column[None, :]
+        offset = rows.offsets(ids) * (UNIT // 4)
+        at = rows.latent_ptr + offset[:, None] + column[None, :]
         there = (ids >= 0)[:, None] & (column >= 0)[None, :]
-        offset = row_offsets(tail_ids, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE) * (UNIT // 4)
-        tail_at = latent_ptr + (offset + (WORDS - SKIP))[:, None] + tail_column[None, :]
+        offset = rows.offsets(tail_ids) * (UNIT // 4)
+        tail_at = rows.latent_ptr + (offset + (WORDS - SKIP))[:, None] + tail_column[None, :]
         tail_there = (tail_ids >= 0)[:, None] & (tail_column >= SKIP)[None, :]
         # A fresh barrier lets parity 1 pass at once.
-        mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
-        async_gather(nope.index(stage), at, mask=there)
-        async_gather(tail.index(stage), tail_at, mask=tail_there)
-        arrive_behind_gathers(full.index(stage), increment_count=False)
+        mbarrier.wait(ring.empty.index(stage), ((turn // ring.STAGES) & 1) ^ 1)
+        async_gather(ring.latents.index(stage), at, mask=there)
+        async_gather(ring.tails.index(stage), tail_at, mask=tail_there)
+        arrive_behind_gathers(ring.full.index(stage), increment_count=False)
         ids = ahead
         tail_ids = tail_ahead
         ahead = next_ids
@@ -160,8 +164,27 @@ def hopper_narrow_sparse_kernel(
     DTYPE: gl.constexpr = query_ptr.dtype.element_ty
     # Heads of a program. With 16-bit rows heads are the rows of score products, which have 16.
     ROWS: gl.constexpr = 8 if HEADS <= 8 and KIND != NATIVE else 16
-    nope = gl.allocate_shared_memory(gl.int32, [STAGES, TILE, WORDS], swizzled(TILE, WORDS))
-    tail = gl.allocate_shared_memory(gl.int32, [STAGES, TILE, TAIL], swizzled(TILE, TAIL))
+    query = SparseQuery(
+        query_ptr=query_ptr, rotary_ptr=rotary_ptr, query_token=query_token, query_head=query_head,
+        rotary_token=rotary_token, rotary_head=rotary_head, scale=scale,
+    )  # fmt: skip
+    lists = Lists(ids_ptr=ids_ptr, lens_ptr=lens_ptr, ids_row=ids_row, topk=topk, HAS_LENS=HAS_LENS)
+    rows = LatentRows(
+        latent_ptr=latent_ptr, scale_ptr=factor_ptr, BLOCK_SIZE=BLOCK_SIZE, BLOCK_UNITS=BLOCK_UNITS,
+        ROW_UNITS=ROW_UNITS, ROPE_AT=None, SCALES_AT=None,
+    )  # fmt: skip
+    division = Division(
+        total=None, HEADS=HEADS, HEAD_TILES=HEAD_TILES, SEGMENT=SEGMENT, PARTS=PARTS,
+        BALANCED=False,
+    )  # fmt: skip
+    out = Out(
+        out_ptr=out_ptr, lse_ptr=lse_ptr, sinks_ptr=sinks_ptr, output_scale_ptr=None,
+        out_token=OUT_TOKEN, out_head=OUT_HEAD, lse_token=LSE_TOKEN, SINKS=SINKS, FP8_OUT=False,
+        LSE=LSE,
+    )  # fmt: skip
+    scratch = Scratch(states_ptr=states_ptr, sums_ptr=sums_ptr, counters_ptr=None)
+    latents = gl.allocate_shared_memory(gl.int32, [STAGES, TILE, WORDS], swizzled(TILE, WORDS))
+    tails = gl.allocate_shared_memory(gl.int32, [STAGES, TILE, TAIL], swizzled(TILE, TAIL))
     q = gl.allocate_shared_memory(DTYPE if KIND == NATIVE else gl.float16, [4, ROWS, 128], QUERY)
     q_rope = gl.allocate_shared_memory(gl.float16 if KIND == RAW else DTYPE, [1, ROWS, 64], QUERY)
     undo = gl.allocate_shared_memory(gl.float32, [2, ROWS], FLAT)
@@ -184,22 +207,24 @@ def hopper_narrow_sparse_kernel(
     # After the wait: a kernel started now finds what kernels before this one wrote, whether it
     # waits itself or not.
     let_kernels_behind_start()
+    # The rows of score products are keys with e4m3 rows, and heads with 16-bit rows.
+    BY_KEY: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    BY_HEAD: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8])
+    tile = NarrowTile(
+        KIND=KIND, ROWS=ROWS, KEYS=TILE, DTYPE=DTYPE, PRODUCT=BY_HEAD if KIND == NATIVE else BY_KEY,
+        WEIGHTS=weights_layout(TILE, ROWS),
+        SUMS=gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]),
+    )  # fmt: skip
+    queries = NarrowQueries(latent=q, rotary=q_rope, undo=undo, full=once.index(0))
+    ring = NarrowRing(latents=latents, tails=tails, full=full, empty=empty, STAGES=STAGES)
+    room = NarrowRoom(scores=scores, logs=logs, ends=ends, done=once.index(1))
     gl.warp_specialize(
         [
-            (consume_narrow, (query_ptr, rotary_ptr, ids_ptr, lens_ptr, factor_ptr, sinks_ptr,
-                out_ptr, lse_ptr, states_ptr, sums_ptr, nope, tail, q, q_rope, undo,
-                scores.index(0), logs.index(0), ends, full, empty, once.index(0),
-                once.index(1), ids_row, topk, scale, query_token, query_head, rotary_token,
-                rotary_head, 0, HEADS, HEAD_TILES, SEGMENT, PARTS, OUT_TOKEN, OUT_HEAD,
-                LSE_TOKEN, HAS_LENS, KIND, SINKS, LSE)),
-            (consume_narrow, (query_ptr, rotary_ptr, ids_ptr, lens_ptr, factor_ptr, sinks_ptr,
-                out_ptr, lse_ptr, states_ptr, sums_ptr, nope, tail, q, q_rope, undo,
-                scores.index(1), logs.index(1), ends, full, empty, once.index(0),
-                once.index(1), ids_row, topk, scale, query_token, query_head, rotary_token,
-                rotary_head, 1, HEADS, HEAD_TILES, SEGMENT, PARTS, OUT_TOKEN, OUT_HEAD,
-                LSE_TOKEN, HAS_LENS, KIND, SINKS, LSE)),
-            (_copy_rows, (latent_ptr, ids_ptr, lens_ptr, nope, tail, full, empty, ids_row, topk,
-                HEAD_TILES, SEGMENT, PARTS, HAS_LENS, BLOCK_SIZE, BLOCK_UNITS, ROW_UNITS, SKIP)),
+            (consume_narrow, (
+                0, query, lists, rows, queries, ring, room, out, scratch, division, tile)),
+            (consume_narrow, (
+                1, query, lists, rows, queries, ring, room, out, scratch, division, tile)),
+            (_copy_rows, (lists, rows, ring, division, SKIP)),
         ],
         [4, 4],
         [SECOND, PRODUCER],

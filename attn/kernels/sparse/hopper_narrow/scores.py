@@ -44,28 +44,36 @@ def _row_operand(words, E4M3: gl.constexpr, DTYPE: gl.constexpr, OPERAND: gl.con
 
 
 @gluon.jit
-def _block(
-    z, q, nope, words, before, BLOCK: gl.constexpr, DTYPE: gl.constexpr, PRODUCT: gl.constexpr
-):  # fmt: skip
+def _block(z, queries, latents, words, before, BLOCK: gl.constexpr, tile):
     """Start a block's score products, half by half: registers hold the keys of two halves.
 
-    ``words`` are the first half of the block's keys. Returns the first words of the next block, the
-    finished scores ``before``, and the block's scores, still in flight.
+    Args:
+        z: a zero hidden from the compiler.
+        queries: ``[4, ROWS, 128]`` in shared memory, the latent parts of queries.
+        latents: ``[64, 128]`` int32 in shared memory, the latents of the tile's keys.
+        words: ``[64, 16]`` int32, the first half of the block's keys.
+        before: ``[64, ROWS]`` fp32, the scores of the block before, still in flight.
+        BLOCK: number of the block of 128 columns.
+        tile: the kernel's :class:`attn.kernels.sparse.structures.NarrowTile`.
+
+    Returns:
+        The first words of the next block; the finished scores ``before``; and the block's scores,
+        still in flight.
     """
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
-    ROWS: gl.constexpr = q.shape[1]
-    zero = gl.zeros([64, ROWS], gl.float32, PRODUCT)
+    DTYPE: gl.constexpr = tile.DTYPE
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, tile.PRODUCT, 2)
+    zero = gl.zeros([64, tile.ROWS], gl.float32, tile.PRODUCT)
     # ``z`` is a zero hidden from the compiler, which would otherwise compute the addresses of all
     # queries early and spill them.
-    queries = q.index(z + BLOCK)
-    more = nope.slice(32 * BLOCK + 16, 16, dim=1).load(row_words(16))
+    queries = queries.index(z + BLOCK)
+    more = latents.slice(32 * BLOCK + 16, 16, dim=1).load(row_words(16))
     keys = _row_operand(words, True, DTYPE, OPERAND)
     part = queries.slice(0, 64, dim=1).permute((1, 0))
     s = warpgroup_mma(keys, part, zero, use_acc=False, is_async=True)
     if BLOCK > 0:
         before = warpgroup_mma_wait(1, deps=[before])
     if BLOCK < 3:
-        words = nope.slice(32 * BLOCK + 32, 16, dim=1).load(row_words(16))
+        words = latents.slice(32 * BLOCK + 32, 16, dim=1).load(row_words(16))
     keys = _row_operand(more, True, DTYPE, OPERAND)
     part = queries.slice(64, 64, dim=1).permute((1, 0))
     s = warpgroup_mma(keys, part, s, is_async=True)
@@ -73,37 +81,45 @@ def _block(
 
 
 @gluon.jit
-def group_scores(
-    z, q, q_rope, undo, nope, tail, there, logs, factor, SCALED: gl.constexpr,
-    DTYPE: gl.constexpr, PRODUCT: gl.constexpr,
-):  # fmt: skip
-    """Scores ``[64, heads]`` of a tile in units of log 2; -inf where an entry lists no row.
+def group_scores(z, queries, latents, tails, there, logs, factor, SCALED: gl.constexpr, tile):
+    """Scores ``[64, ROWS]`` of a tile in units of log 2; -inf where an entry lists no row.
 
-    ``q`` is ``[4, heads, 128]`` and ``q_rope`` ``[1, heads, 64]``. While half a block is
-    multiplied, the next half is converted. With SCALED, the logarithms of scales are stored in
-    ``logs``.
+    While half a block is multiplied, the next half is converted.
+
+    Args:
+        z: a zero hidden from the compiler.
+        queries: the tile of heads' :class:`attn.kernels.sparse.structures.NarrowQueries`.
+        latents: ``[64, 128]`` int32 in shared memory, the latents of the tile's keys.
+        tails: ``[64, words]`` int32 in shared memory, what follows the latents.
+        there: ``[64]`` bool, whether the entries list rows.
+        logs: ``[4, 64]`` fp32 in shared memory; with SCALED, logarithms of scales are stored there.
+        factor: fp32, the factor of products.
+        SCALED: whether each row has scales of its own.
+        tile: the kernel's :class:`attn.kernels.sparse.structures.NarrowTile`.
     """
+    DTYPE: gl.constexpr = tile.DTYPE
+    PRODUCT: gl.constexpr = tile.PRODUCT
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
     COLUMN: gl.constexpr = gl.SliceLayout(0, PRODUCT)
-    ROWS: gl.constexpr = q.shape[1]
-    zero = gl.zeros([64, ROWS], gl.float32, PRODUCT)
-    words = nope.slice(0, 16, dim=1).load(row_words(16))
-    words, _, s0 = _block(z, q, nope, words, zero, 0, DTYPE, PRODUCT)
-    words, s0, s1 = _block(z, q, nope, words, s0, 1, DTYPE, PRODUCT)
-    words, s1, s2 = _block(z, q, nope, words, s1, 2, DTYPE, PRODUCT)
-    rope = tail
+    zero = gl.zeros([64, tile.ROWS], gl.float32, PRODUCT)
+    words = latents.slice(0, 16, dim=1).load(row_words(16))
+    words, _, s0 = _block(z, queries.latent, latents, words, zero, 0, tile)
+    words, s0, s1 = _block(z, queries.latent, latents, words, s0, 1, tile)
+    words, s1, s2 = _block(z, queries.latent, latents, words, s1, 2, tile)
+    rope = tails
     if SCALED:
-        rope = tail.slice(32, 32, dim=1)
-    _, s2, s3 = _block(z, q, nope, words, s2, 3, DTYPE, PRODUCT)
+        rope = tails.slice(32, 32, dim=1)
+    _, s2, s3 = _block(z, queries.latent, latents, words, s2, 3, tile)
     words = rope.load(row_words(rope.shape[1]))
     keys = _row_operand(words, not SCALED, DTYPE, OPERAND)
-    s = warpgroup_mma(keys, q_rope.index(z).permute((1, 0)), zero, use_acc=False, is_async=True)
+    rotary = queries.rotary.index(z).permute((1, 0))
+    s = warpgroup_mma(keys, rotary, zero, use_acc=False, is_async=True)
     if SCALED:
         KEY: gl.constexpr = gl.SliceLayout(1, PRODUCT)
         EACH: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [2, 2], [1, 0])
-        each = tail.slice(28, 4, dim=1).load(EACH).to(gl.float32, bitcast=True)
+        each = tails.slice(28, 4, dim=1).load(EACH).to(gl.float32, bitcast=True)
         logs.permute((1, 0)).store(log2(each))
-        scales = tail.slice(28, 4, dim=1).load(row_factors()).to(gl.float32, bitcast=True)
+        scales = tails.slice(28, 4, dim=1).load(row_factors()).to(gl.float32, bitcast=True)
         even, odd = gl.split(gl.reshape(scales, [64, 2, 2]))
         f0, f2 = gl.split(even)
         f1, f3 = gl.split(odd)
@@ -115,10 +131,10 @@ def group_scores(
     else:
         s3, s = warpgroup_mma_wait(0, deps=[s3, s])
     latent = (s0 + s1) + (s2 + s3)
-    by = undo.index(0).load(COLUMN) * factor
+    by = queries.undo.index(0).load(COLUMN) * factor
     rope_by = factor
     if not SCALED:
-        rope_by = (undo.index(1).load(COLUMN) * factor)[None, :]
+        rope_by = (queries.undo.index(1).load(COLUMN) * factor)[None, :]
     s = gl.fma(latent, by[None, :] + zero, s * rope_by)
     return gl.where(there[:, None], s, float("-inf"))
 

@@ -22,8 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from attn.kernels.dense.hopper_prefill.scheduler import sum_of_own
 from attn.kernels.dense.hopper_prefill.vector_store import side_by_side, store_side_by_side
 from attn.kernels.dense.query_rows import with_sinks, write_lse
-from attn.kernels.lang.compat import reinterpret, thread_barrier
+from attn.kernels.lang.compat import thread_barrier
 from attn.kernels.lang.opaque import opaque_zero
+from attn.kernels.lang.structures import State
 from attn.kernels.lang.wgmma import base_of, scaled_rows
 from attn.kernels.latent.hopper_wide.parts import store_part
 from attn.kernels.sparse.hopper_wide.finish import finish_shared
@@ -45,275 +46,343 @@ def _wait_for_keys(full, phase):
 
 
 @gluon.jit
-def _scores(
-    z, phase, q, q_rope, keys, rope, gaps, full, W: gl.constexpr, WHOLE: gl.constexpr,
-    FIRST: gl.constexpr, SCORES: gl.constexpr,
-):  # fmt: skip
-    """Start the block's score products over the columns that arrive first: rope and half FIRST.
+def _scores(z, phase, queries, keys, ring, W: gl.constexpr, FIRST: gl.constexpr, tile):
+    """Start block W's score products over the columns that arrive first: rope and half FIRST.
 
-    ``keys`` has the columns of that half. With WHOLE all columns of a block arrive at once. Returns
-    the scores, still in flight, and the gaps to add to them.
+    With WHOLE all columns of a block arrive at once.
+
+    Args:
+        z: a zero hidden from the compiler.
+        phase: int32, parity of the tile's number.
+        queries: the :class:`attn.kernels.sparse.structures.WideQueries`.
+        keys: ``[2, KEYS, 256]`` in shared memory, half FIRST of the blocks' latents.
+        ring: the :class:`attn.kernels.sparse.structures.WideRing`.
+        W: number of the warp group and of its block.
+        FIRST: number of the half.
+        tile: the kernel's :class:`attn.kernels.sparse.structures.WideTile`.
+
+    Returns:
+        The scores ``[64, KEYS]``, still in flight, and the gaps ``[KEYS]`` to add to them.
     """
-    KEYS: gl.constexpr = rope.shape[1]
-    zero = gl.zeros([64, KEYS], gl.float32, SCORES)
-    if WHOLE:
+    zero = gl.zeros([64, tile.KEYS], gl.float32, tile.SCORES)
+    if tile.WHOLE:
         # The producer made its stores visible to products before it arrived.
-        mbarrier.wait(full.index(W), phase)
+        mbarrier.wait(ring.full.index(W), phase)
     else:
-        _wait_for_keys(full.index(W), phase)
-    rotary = rope.index(z + W).permute((1, 0))
-    s = warpgroup_mma(q_rope.index(z), rotary, zero, use_acc=False, is_async=True)
-    gap = gaps.index(W).load(gl.SliceLayout(0, SCORES))
-    if not WHOLE:
-        _wait_for_keys(full.index(2 + W), phase)
+        _wait_for_keys(ring.full.index(W), phase)
+    rotary = ring.rope.index(z + W).permute((1, 0))
+    s = warpgroup_mma(queries.rotary.index(z), rotary, zero, use_acc=False, is_async=True)
+    gap = ring.gaps.index(W).load(gl.SliceLayout(0, tile.SCORES))
+    if not tile.WHOLE:
+        _wait_for_keys(ring.full.index(2 + W), phase)
     half = keys.index(z + W).permute((1, 0))
-    return warpgroup_mma(q.index(z + FIRST), half, s, is_async=True), gap
+    return warpgroup_mma(queries.latent.index(z + FIRST), half, s, is_async=True), gap
 
 
 @gluon.jit
 def _all_scores(
-    s, gap, z, phase, q, keys, full, W: gl.constexpr, WHOLE: gl.constexpr, LAST: gl.constexpr
-):
-    """Complete the scores with half LAST of the keys, and add the gaps."""
-    if not WHOLE:
-        _wait_for_keys(full.index(4 + W), phase)
-    s = warpgroup_mma(q.index(z + LAST), keys.index(z + W).permute((1, 0)), s, is_async=True)
+    s, gap, z, phase, queries, keys, ring, W: gl.constexpr, LAST: gl.constexpr, tile
+):  # fmt: skip
+    """Complete the scores ``s`` with half LAST of the keys, and add the gaps ``gap``.
+
+    ``keys`` ``[2, KEYS, 256]`` is that half of the blocks' latents in shared memory; the other
+    arguments and ``s`` and ``gap`` are those of :func:`_scores`.
+    """
+    if not tile.WHOLE:
+        _wait_for_keys(ring.full.index(4 + W), phase)
+    q = queries.latent.index(z + LAST)
+    s = warpgroup_mma(q, keys.index(z + W).permute((1, 0)), s, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
     return s + gap[None, :]
 
 
 @gluon.jit
-def _publish(weights, m, is_last, p, m_of, ready, empty, q_empty, W: gl.constexpr):
-    """Hand weights and maximum to the other warp group; free the rope part of the keys.
+def _publish(weights, m, is_last, queries, ring, room, W: gl.constexpr):
+    """Hand weights ``[64, KEYS]`` and maxima ``[64]`` to the other warp group; free the rope.
 
     After the last tile the queries are freed too.
     """
-    p.store(weights)
-    m_of.store(m)
+    room.weights.index(0).store(weights)
+    if W == 0:
+        room.first_top.store(m)
+    else:
+        room.second_top.store(m)
     fence_async_shared()
     thread_barrier()
-    mbarrier.arrive(ready.index(W), count=1)
-    mbarrier.arrive(empty.index(W), count=1)
-    mbarrier.arrive(q_empty, count=1, pred=is_last)
+    mbarrier.arrive(room.ready.index(W), count=1)
+    mbarrier.arrive(ring.empty.index(W), count=1)
+    mbarrier.arrive(queries.empty, count=1, pred=is_last)
 
 
 @gluon.jit
-def _take_second(
-    z, turn, m, l, o, p, m_second, left, ready, SCORES: gl.constexpr
-):  # fmt: skip
-    """Warp group 0 takes block 1's maximum and weights, and starts their product with values."""
-    mbarrier.wait(ready.index(1), turn & 1)
-    top = m_second.load(gl.SliceLayout(1, SCORES))
-    shrink = gl.exp2(m - base_of(top))
-    o = scaled_rows(o, shrink)
-    return top, _times(l, shrink), warpgroup_mma(p.index(z), left.index(z + 1), o, is_async=True)
+def _take_second(z, turn, state, ring, room, tile):
+    """Warp group 0 takes block 1's maxima and weights, and starts their product with values.
+
+    Returns:
+        Maxima ``[64]``, sums ``[64, 4]`` and the output ``[64, 256]``, whose product is in flight.
+    """
+    mbarrier.wait(room.ready.index(1), turn & 1)
+    top = room.second_top.load(gl.SliceLayout(1, tile.SCORES))
+    shrink = gl.exp2(state.m - base_of(top))
+    o = scaled_rows(state.acc, shrink)
+    l = _times(state.l, shrink)
+    return top, l, warpgroup_mma(room.weights.index(z), ring.left.index(z + 1), o, is_async=True)
 
 
 @gluon.jit
 def _first_block(
-    turn, is_last, m, l, o, q, q_rope, left, right, rope, gaps, p, m_first, m_second, full, empty,
-    ready, q_empty, factor, IS_FIRST: gl.constexpr, EARLY: gl.constexpr, WHOLE: gl.constexpr,
-    DTYPE: gl.constexpr, SCORES: gl.constexpr,
+    turn, is_last, state, scale, queries, ring, room, IS_FIRST: gl.constexpr, tile
 ):  # fmt: skip
     """Process one tile in warp group 0, which has the scores of the first block.
 
     EARLY frees half of the second block before the group waits for more keys.
+
+    Args:
+        turn: int32, number of the tile among all of the program's.
+        is_last: bool, whether it is the last tile of the piece of work.
+        state: the state of the tiles before; the second block of the tile before is missing.
+        scale: fp32, the factor of products.
+        queries: the :class:`attn.kernels.sparse.structures.WideQueries`.
+        ring: the :class:`attn.kernels.sparse.structures.WideRing`.
+        room: the :class:`attn.kernels.sparse.structures.WideRoom`.
+        IS_FIRST: whether it is the first tile of the piece of work.
+        tile: the kernel's :class:`attn.kernels.sparse.structures.WideTile`.
+
+    Returns:
+        The state with the first block of this tile.
     """
-    OUTPUT: gl.constexpr = o.type.layout
     z = opaque_zero()
     phase = turn & 1
+    m, l, o = state.m, state.l, state.acc
     if not IS_FIRST:
-        m, l, o = _take_second(z, turn - 1, m, l, o, p, m_second, left, ready, SCORES)
-        if EARLY:
+        m, l, o = _take_second(z, turn - 1, state, ring, room, tile)
+        if tile.EARLY:
             o = warpgroup_mma_wait(0, deps=[o])
             thread_barrier()
-            mbarrier.arrive(empty.index(3), count=1)
-    s, gap = _scores(z, phase, q, q_rope, left, rope, gaps, full, 0, WHOLE, 0, SCORES)
-    if not IS_FIRST and not EARLY:
+            mbarrier.arrive(ring.empty.index(3), count=1)
+    s, gap = _scores(z, phase, queries, ring.left, ring, 0, 0, tile)
+    if not IS_FIRST and not tile.EARLY:
         # Wait for all products but the two of scores that were started since.
         o = warpgroup_mma_wait(2, deps=[o])
         thread_barrier()
-        mbarrier.arrive(empty.index(3), count=1)
-    s = _all_scores(s, gap, z, phase, q, right, full, 0, WHOLE, 1)
+        mbarrier.arrive(ring.empty.index(3), count=1)
+    s = _all_scores(s, gap, z, phase, queries, ring.right, ring, 0, 1, tile)
     # Maxima are in units of log 2 and rounded once, so that differences of two are nearly exact.
-    top = gl.maximum(m, gl.max(s, 1) * factor)
+    top = gl.maximum(m, gl.max(s, 1) * scale)
     base = base_of(top)
-    weights = gl.exp2(s * factor - base[:, None])
-    narrow = weights.to(DTYPE)
-    _publish(narrow, top, is_last, p.index(0), m_first, ready, empty, q_empty, 0)
+    weights = gl.exp2(s * scale - base[:, None])
+    narrow = weights.to(tile.DTYPE)
+    _publish(narrow, top, is_last, queries, ring, room, 0)
     shrink = gl.exp2(m - base)
     o = scaled_rows(o, shrink)
     l = _times(l, shrink) + sum_of_own(weights)
-    operand = gl.convert_layout(narrow, gl.DotOperandLayout(0, OUTPUT, 2))
-    o = warpgroup_mma(operand, left.index(z), o, is_async=True)
+    operand = gl.convert_layout(narrow, gl.DotOperandLayout(0, tile.OUTPUT, 2))
+    o = warpgroup_mma(operand, ring.left.index(z), o, is_async=True)
     o = warpgroup_mma_wait(0, deps=[o])
     thread_barrier()
-    mbarrier.arrive(empty.index(2), count=1)
-    return top, l, o
+    mbarrier.arrive(ring.empty.index(2), count=1)
+    return State(m=top, l=l, acc=o)
 
 
 @gluon.jit
-def _take_first(
-    z, turn, m, o, p, m_first, right, ready, SCORES: gl.constexpr
-):  # fmt: skip
-    """Warp group 1 takes block 0's maximum and weights, and starts their product with values."""
-    mbarrier.wait(ready.index(0), turn & 1)
-    top = m_first.load(gl.SliceLayout(1, SCORES))
-    shrink = gl.exp2(m - base_of(top))
-    o = scaled_rows(o, shrink)
-    return top, shrink, warpgroup_mma(p.index(z), right.index(z), o, is_async=True)
+def _take_first(z, turn, state, ring, room, tile):
+    """Warp group 1 takes block 0's maxima and weights, and starts their product with values.
+
+    Returns:
+        The maxima ``[64]``; the factor ``[64]`` that sums need with them; and the output
+        ``[64, 256]``, whose product is in flight.
+    """
+    mbarrier.wait(room.ready.index(0), turn & 1)
+    top = room.first_top.load(gl.SliceLayout(1, tile.SCORES))
+    shrink = gl.exp2(state.m - base_of(top))
+    o = scaled_rows(state.acc, shrink)
+    o = warpgroup_mma(room.weights.index(z), ring.right.index(z), o, is_async=True)
+    return top, shrink, o
 
 
 @gluon.jit
-def _second_block(
-    turn, is_last, m, l, o, q, q_rope, left, right, rope, gaps, p, m_first, m_second, full, empty,
-    ready, q_empty, factor, EARLY: gl.constexpr, WHOLE: gl.constexpr,
-    DTYPE: gl.constexpr, SCORES: gl.constexpr,
-):  # fmt: skip
+def _second_block(turn, is_last, state, scale, queries, ring, room, tile):
     """Process one tile in warp group 1, which has the scores of the second block.
 
     EARLY frees half of the first block while the second block is still arriving.
+
+    The arguments are those of :func:`_first_block`; the state is that of all tiles before.
+
+    Returns:
+        The state with this tile.
     """
-    OUTPUT: gl.constexpr = o.type.layout
     z = opaque_zero()
     phase = turn & 1
-    if EARLY:
-        first, shrink, o = _take_first(z, turn, m, o, p, m_first, right, ready, SCORES)
+    if tile.EARLY:
+        first, shrink, o = _take_first(z, turn, state, ring, room, tile)
         o = warpgroup_mma_wait(0, deps=[o])
         thread_barrier()
-        mbarrier.arrive(empty.index(4), count=1)
-    if WHOLE:
-        s, gap = _scores(z, phase, q, q_rope, left, rope, gaps, full, 1, True, 0, SCORES)
-        s = _all_scores(s, gap, z, phase, q, right, full, 1, True, 1)
+        mbarrier.arrive(ring.empty.index(4), count=1)
+    if tile.WHOLE:
+        s, gap = _scores(z, phase, queries, ring.left, ring, 1, 0, tile)
+        s = _all_scores(s, gap, z, phase, queries, ring.right, ring, 1, 1, tile)
     else:
         # The halves arrive in the order in which their buffers became free.
-        s, gap = _scores(z, phase, q, q_rope, right, rope, gaps, full, 1, False, 1, SCORES)
-        s = _all_scores(s, gap, z, phase, q, left, full, 1, False, 0)
-    own = gl.max(s, 1) * factor
-    if not EARLY:
-        first, shrink, o = _take_first(z, turn, m, o, p, m_first, right, ready, SCORES)
+        s, gap = _scores(z, phase, queries, ring.right, ring, 1, 1, tile)
+        s = _all_scores(s, gap, z, phase, queries, ring.left, ring, 1, 0, tile)
+    own = gl.max(s, 1) * scale
+    if not tile.EARLY:
+        first, shrink, o = _take_first(z, turn, state, ring, room, tile)
     top = gl.maximum(first, own)
     base = base_of(top)
     # Unless EARLY, this runs while the product with the first block does.
-    weights = gl.exp2(s * factor - base[:, None])
+    weights = gl.exp2(s * scale - base[:, None])
     again = gl.exp2(first - base)
-    l = _times(l, shrink * again) + sum_of_own(weights)
-    narrow = weights.to(DTYPE)
-    if not EARLY:
+    l = _times(state.l, shrink * again) + sum_of_own(weights)
+    narrow = weights.to(tile.DTYPE)
+    if not tile.EARLY:
         # The product with the first block reads the weights' buffer, which is free only now.
         o = warpgroup_mma_wait(0, deps=[o])
-    _publish(narrow, top, is_last, p.index(0), m_second, ready, empty, q_empty, 1)
-    if not EARLY:
-        mbarrier.arrive(empty.index(4), count=1)
+    _publish(narrow, top, is_last, queries, ring, room, 1)
+    if not tile.EARLY:
+        mbarrier.arrive(ring.empty.index(4), count=1)
     o = scaled_rows(o, again)
-    operand = gl.convert_layout(narrow, gl.DotOperandLayout(0, OUTPUT, 2))
-    o = warpgroup_mma(operand, right.index(z + 1), o, is_async=True)
+    operand = gl.convert_layout(narrow, gl.DotOperandLayout(0, tile.OUTPUT, 2))
+    o = warpgroup_mma(operand, ring.right.index(z + 1), o, is_async=True)
     o = warpgroup_mma_wait(0, deps=[o])
     thread_barrier()
-    mbarrier.arrive(empty.index(5), count=1)
-    return top, l, o
+    mbarrier.arrive(ring.empty.index(5), count=1)
+    return State(m=top, l=l, acc=o)
+
+
+@gluon.jit
+def _empty_state(tile):
+    """The state of no keys; its sums are ``[64, 4]``, kept by thread."""
+    return State(
+        m=gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, tile.SCORES)),
+        l=sum_of_own(gl.zeros([64, tile.KEYS], gl.float32, tile.SCORES)),
+        acc=gl.zeros([64, HALF], gl.float32, tile.OUTPUT),
+    )
+
+
+@gluon.jit
+def _attend(W: gl.constexpr, turn, piece, state, scale, queries, ring, room, tile):
+    """Fold the tiles of keys of a piece of work into ``state``, which is the state of no keys.
+
+    Args:
+        W: number of the warp group.
+        turn: int32, tiles that the program has processed before.
+        piece: the piece of work; it has at least one tile.
+        state: the state of no keys.
+        scale: fp32, the factor of products.
+        queries: the :class:`attn.kernels.sparse.structures.WideQueries`.
+        ring: the :class:`attn.kernels.sparse.structures.WideRing`.
+        room: the :class:`attn.kernels.sparse.structures.WideRoom`.
+        tile: the kernel's :class:`attn.kernels.sparse.structures.WideTile`.
+
+    Returns:
+        The tiles that the program has processed now, and the state.
+    """
+    if W == 0:
+        is_last = piece.low + 1 == piece.high
+        state = _first_block(turn, is_last, state, scale, queries, ring, room, True, tile)
+        turn += 1
+        for i in range(piece.low + 1, piece.high):
+            is_last = i + 1 == piece.high
+            state = _first_block(turn, is_last, state, scale, queries, ring, room, False, tile)
+            turn += 1
+        m, l, o = _take_second(opaque_zero(), turn - 1, state, ring, room, tile)
+        o = warpgroup_mma_wait(0, deps=[o])
+        thread_barrier()
+        mbarrier.arrive(ring.empty.index(3), count=1)
+        state = State(m=m, l=l, acc=o)
+    else:
+        for i in range(piece.low, piece.high):
+            is_last = i + 1 == piece.high
+            state = _second_block(turn, is_last, state, scale, queries, ring, room, tile)
+            turn += 1
+    return turn, state
+
+
+@gluon.jit
+def _sums_of_both(W: gl.constexpr, l, walks, room, tile):
+    """Exchange sums between the warp groups, each of which has the sums over its own blocks.
+
+    Both sums refer to the same maxima. ``l`` ``[64, 4]`` are the group's sums, kept by thread, and
+    ``walks`` is the number of pieces of work that had keys before.
+
+    Returns:
+        The sums ``[64]`` over all keys, and the number of such pieces with this one.
+    """
+    SUMS: gl.constexpr = gl.SliceLayout(1, tile.SCORES)
+    own = gl.convert_layout(gl.sum(l, 1), SUMS)
+    room.sums.index(W).store(own)
+    thread_barrier()
+    mbarrier.arrive(room.ready.index(2 + W), count=1)
+    mbarrier.wait(room.ready.index(3 - W), walks & 1)
+    walks += 1
+    return own + room.sums.index(1 - W).load(SUMS), walks
+
+
+@gluon.jit
+def _write(W: gl.constexpr, state, token, head_tile, out, HEADS: gl.constexpr, tile):
+    """Write the LSE and the warp group's columns of the output of a tile of heads.
+
+    ``state`` has maxima ``[64]``, sums ``[64]`` and these columns ``[64, 256]``.
+    """
+    OUTPUT: gl.constexpr = state.acc.type.layout
+    WRITES_LSE: gl.constexpr = out.LSE and W == 0
+    most, sums = state.m, state.l
+    place = gl.arange(0, 64, layout=gl.SliceLayout(1, OUTPUT)) + opaque_zero()
+    head = head_tile * BLOCK + place
+    wanted = head < HEADS
+    # This runs once for a list and waits for its instructions to be fetched, so the code is kept
+    # short.
+    some = most > float("-inf")
+    by = gl.full([64], 1.0, gl.float32, sums.type.layout)
+    if out.SINKS:
+        most, sums, by = with_sinks(some, most, sums, head, wanted, out.sinks_ptr)
+    if WRITES_LSE:
+        write_lse(some, most, sums, token + place * 0, head, wanted, out.lse_ptr, out.lse_token)
+    by /= gl.where(some, sums, 1.0)
+    columns = side_by_side((state.acc * by[:, None]).to(tile.DTYPE))
+    ROWS: gl.constexpr = columns.type.layout
+    place = gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS)) + opaque_zero()
+    head = head_tile * BLOCK + place
+    at = token.to(gl.int64) * out.out_token + head * out.out_head
+    store_side_by_side(columns, at, head < HEADS, W * HALF, out.out_ptr)
 
 
 @gluon.jit
 def consume_listed(
-    q_boxes, q_rope, left_boxes, right_boxes, rope_boxes, gaps, p, m_first, m_second, sums_of, full,
-    empty, ready, q_full, q_empty, out_ptr, lse_ptr, sinks_ptr, lens_ptr, states_ptr,
-    sums_ptr, counters_ptr, factor, topk, total, W: gl.constexpr, HEADS: gl.constexpr,
-    HEAD_TILES: gl.constexpr, SEGMENT: gl.constexpr, PARTS: gl.constexpr, DTYPE: gl.constexpr,
-    OUT_TOKEN: gl.constexpr, OUT_HEAD: gl.constexpr, LSE_TOKEN: gl.constexpr,
-    HAS_LENS: gl.constexpr, BALANCED: gl.constexpr, EARLY: gl.constexpr, WHOLE: gl.constexpr,
-    SINKS: gl.constexpr, LSE: gl.constexpr,
+    W: gl.constexpr, scale, lists, queries, ring, room, out, scratch, division, tile
 ):  # fmt: skip
     """Process the program's pieces of work in warp group W's half of the output's columns."""
-    KEYS: gl.constexpr = rope_boxes.shape[1]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    WRITES_LSE: gl.constexpr = LSE and W == 0
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    q = reinterpret(q_boxes, DTYPE, [2, 64, 256], LAYOUT)
-    left = reinterpret(left_boxes, DTYPE, [2, KEYS, 256], LAYOUT)
-    right = reinterpret(right_boxes, DTYPE, [2, KEYS, 256], LAYOUT)
-    rope = reinterpret(rope_boxes, DTYPE, [2, KEYS, 64], LAYOUT)
+    OUTPUT: gl.constexpr = gl.SliceLayout(1, tile.OUTPUT)
+    queries = queries.in_halves()
+    ring = ring.in_halves()
     turn = 0
     walks = 0
-    first, last, step = works_of(total, topk, KEYS, HEAD_TILES, BALANCED)
+    first, last, step = works_of(lists.topk, division, tile.KEYS)
     for work in range(first, last, step):
-        token, head_tile, part, _, low, high, meets = work_at(
-            work, total, lens_ptr, topk, KEYS, HEAD_TILES, SEGMENT, PARTS, BALANCED, HAS_LENS
-        )
-        m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-        l = sum_of_own(gl.zeros([64, KEYS], gl.float32, SCORES))
-        o = gl.zeros([64, HALF], gl.float32, OUTPUT)
-        total_sum = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
-        if high > low:
-            mbarrier.wait(q_full, walks & 1)
+        piece = work_at(work, lists, division, tile.KEYS)
+        state = _empty_state(tile)
+        sums = gl.zeros([64], gl.float32, gl.SliceLayout(1, tile.SCORES))
+        if piece.high > piece.low:
+            mbarrier.wait(queries.full, walks & 1)
             # Threads copied the queries: make them visible to products.
             fence_async_shared()
-            if W == 0:
-                m, l, o = _first_block(
-                    turn, low + 1 == high, m, l, o, q, q_rope, left, right, rope, gaps, p, m_first,
-                    m_second, full, empty, ready, q_empty, factor, True, EARLY, WHOLE, DTYPE,
-                    SCORES,
+            turn, state = _attend(W, turn, piece, state, scale, queries, ring, room, tile)
+            sums, walks = _sums_of_both(W, state.l, walks, room, tile)
+        m = gl.convert_layout(state.m, OUTPUT)
+        state = State(m=m, l=gl.convert_layout(sums, OUTPUT), acc=state.acc)
+        writes = piece.low == 0
+        if division.BALANCED:
+            if piece.meets > 0:
+                slot = piece.meets * division.HEAD_TILES + piece.head_tile
+                writes, state = finish_shared(slot, piece.low > 0, state, scratch, W)
+        if division.PARTS > 1:
+            if piece.high > piece.low:
+                slot = piece.token * division.HEAD_TILES + piece.head_tile
+                slot = slot * division.PARTS + piece.part
+                store_part(
+                    scratch.states_ptr, scratch.sums_ptr, slot, state.m, state.l, state.acc,
+                    opaque_zero(), W, BLOCK,
                 )  # fmt: skip
-                turn += 1
-                for tile in range(low + 1, high):
-                    m, l, o = _first_block(
-                        turn, tile + 1 == high, m, l, o, q, q_rope, left, right, rope, gaps, p,
-                        m_first, m_second, full, empty, ready, q_empty, factor, False, EARLY, WHOLE,
-                        DTYPE, SCORES,
-                    )  # fmt: skip
-                    turn += 1
-                m, l, o = _take_second(
-                    opaque_zero(), turn - 1, m, l, o, p, m_second, left, ready, SCORES
-                )
-                o = warpgroup_mma_wait(0, deps=[o])
-                thread_barrier()
-                mbarrier.arrive(empty.index(3), count=1)
-            else:
-                for tile in range(low, high):
-                    m, l, o = _second_block(
-                        turn, tile + 1 == high, m, l, o, q, q_rope, left, right, rope, gaps, p,
-                        m_first, m_second, full, empty, ready, q_empty, factor, EARLY, WHOLE,
-                        DTYPE, SCORES,
-                    )  # fmt: skip
-                    turn += 1
-            # Each warp group has the sum over its own blocks; both refer to the same maximum.
-            total_sum = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, SCORES))
-            sums_of.index(W).store(total_sum)
-            thread_barrier()
-            mbarrier.arrive(ready.index(2 + W), count=1)
-            mbarrier.wait(ready.index(3 - W), walks & 1)
-            walks += 1
-            total_sum += sums_of.index(1 - W).load(gl.SliceLayout(1, SCORES))
-        most = gl.convert_layout(m, gl.SliceLayout(1, OUTPUT))
-        sums = gl.convert_layout(total_sum, gl.SliceLayout(1, OUTPUT))
-        writes = low == 0
-        if BALANCED:
-            if meets > 0:
-                writes, most, sums, o = finish_shared(
-                    meets * HEAD_TILES + head_tile, low > 0, most, sums, o, states_ptr, sums_ptr,
-                    counters_ptr, W,
-                )  # fmt: skip
-        if PARTS > 1:
-            if high > low:
-                slot = (token * HEAD_TILES + head_tile) * PARTS + part
-                store_part(states_ptr, sums_ptr, slot, most, sums, o, opaque_zero(), W, BLOCK)
         elif writes:
-            place = gl.arange(0, 64, layout=gl.SliceLayout(1, OUTPUT)) + opaque_zero()
-            head = head_tile * BLOCK + place
-            wanted = head < HEADS
-            # This runs once for a list and waits for its instructions to be fetched, so the code is
-            # kept short.
-            some = most > float("-inf")
-            by = gl.full([64], 1.0, gl.float32, sums.type.layout)
-            if SINKS:
-                most, sums, by = with_sinks(some, most, sums, head, wanted, sinks_ptr)
-            if WRITES_LSE:
-                write_lse(some, most, sums, token + place * 0, head, wanted, lse_ptr, LSE_TOKEN)
-            by /= gl.where(some, sums, 1.0)
-            out = side_by_side((o * by[:, None]).to(DTYPE))
-            ROWS: gl.constexpr = out.type.layout
-            place = gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS)) + opaque_zero()
-            head = head_tile * BLOCK + place
-            at = token.to(gl.int64) * OUT_TOKEN + head * OUT_HEAD
-            store_side_by_side(out, at, head < HEADS, W * HALF, out_ptr)
+            _write(W, state, piece.token, piece.head_tile, out, division.HEADS, tile)

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from attn.kernels.lang.compat import async_copy, async_gather, reinterpret, thread_barrier
 from attn.kernels.sparse.hopper_wide.parts import HALF, UNIT, listed
-from attn.kernels.sparse.listed_rows import E4M3_TO_BF16, row_offsets
+from attn.kernels.sparse.listed_rows import E4M3_TO_BF16
 
 STORED_BLOCKS = tl.constexpr(3)
 """Blocks held in stored form: one is being converted, and the copies of two are in flight."""
@@ -41,23 +41,27 @@ def dequantise_scaled(words, factors):
 
 
 @gluon.jit
-def _copy_words(ids, rows, place, AT: gl.constexpr, LAYOUT: gl.constexpr):
-    """Start copying words of rows, from byte AT on; ``place`` is free and says how many."""
+def _copy_words(ids, starts, place, AT: gl.constexpr, LAYOUT: gl.constexpr):
+    """Start copying words of rows, from byte AT on; ``place`` is free and says how many.
+
+    ``ids`` ``[KEYS]`` are the listed rows, and ``starts`` ``[KEYS]`` are pointers to their words.
+    """
     column = gl.arange(0, place.shape[1], layout=gl.SliceLayout(0, LAYOUT))
     # AT is added last, so that the fields of a row share the rest of the address: copies in flight
     # still read its registers.
-    at = rows[:, None] + column[None, :] + AT // 4
+    at = starts[:, None] + column[None, :] + AT // 4
     async_gather(place, at, mask=(ids >= 0)[:, None] & (column >= 0)[None, :])
 
 
 @gluon.jit
-def _copy_rest(
-    ids, rows, stored, place, ROPE_AT: gl.constexpr, SCALES_AT: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Start copying right half, rope and scales of a block; its left half was started before."""
-    _copy_words(ids, rows, stored[1].index(place), HALF, LAYOUT)
-    _copy_words(ids, rows, stored[2].index(place), ROPE_AT, LAYOUT)
-    _copy_words(ids, rows, stored[3].index(place), SCALES_AT, LAYOUT)
+def _copy_rest(ids, starts, place, rows, stored, LAYOUT: gl.constexpr):
+    """Start copying right half, rope and scales of a block; its left half was started before.
+
+    ``place`` is the number of the block's place in ``stored``.
+    """
+    _copy_words(ids, starts, stored.right.index(place), HALF, LAYOUT)
+    _copy_words(ids, starts, stored.rope.index(place), rows.ROPE_AT, LAYOUT)
+    _copy_words(ids, starts, stored.scales.index(place), rows.SCALES_AT, LAYOUT)
     async_copy.commit_group()
 
 
@@ -122,15 +126,22 @@ def _load_scales(memory, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def begin_rows(
-    mine, latent_ptr, first, end, count, stored, KEYS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    BLOCK_UNITS: gl.constexpr, ROW_UNITS: gl.constexpr, ROPE_AT: gl.constexpr,
-    SCALES_AT: gl.constexpr,
-):  # fmt: skip
-    """Start copying the first two blocks of a list, from entry ``first`` on.
+def begin_rows(mine, first, end, count, rows, stored, KEYS: gl.constexpr):
+    """Start copying the first two blocks of a list.
 
     This comes before the queries of the list are loaded, since those wait until the consumers are
-    done with the queries before. Returns the entries of five blocks.
+    done with the queries before.
+
+    Args:
+        mine: pointer to the list.
+        first, end: int32, the entries.
+        count: int32, blocks that the program has converted before.
+        rows: the cache's :class:`attn.kernels.sparse.structures.LatentRows`.
+        stored: the :class:`attn.kernels.sparse.structures.StoredBlocks`.
+        KEYS: keys of a block.
+
+    Returns:
+        The entries of five blocks, each ``[KEYS]`` int32.
     """
     # Entries are loaded two blocks before they are needed: loads queue behind copies.
     ids0 = listed(mine, first, end, KEYS, _COPIED)
@@ -138,68 +149,78 @@ def begin_rows(
     ids2 = listed(mine, first + 2 * KEYS, end, KEYS, _COPIED)
     ids3 = listed(mine, first + 3 * KEYS, end, KEYS, _COPIED)
     ids4 = listed(mine, first + 4 * KEYS, end, KEYS, _COPIED)
-    words_ptr = latent_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
+    words_ptr = rows.latent_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
     # All threads must have read the previous list's stored blocks.
     thread_barrier()
     for i in gl.static_range(_AHEAD):
         place = (count + i) % STORED_BLOCKS
         ids = (ids0, ids1)[i]
-        rows = words_ptr + row_offsets(ids, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE) * (UNIT // 4)
-        _copy_words(ids, rows, stored[0].index(place), 0, _COPY)
-        _copy_rest(ids, rows, stored, place, ROPE_AT, SCALES_AT, _COPY)
+        starts = words_ptr + rows.offsets(ids) * (UNIT // 4)
+        _copy_words(ids, starts, stored.left.index(place), 0, _COPY)
+        _copy_rest(ids, starts, place, rows, stored, _COPY)
     return ids0, ids1, ids2, ids3, ids4
 
 
 @gluon.jit
-def dequantise_rows(
-    ids0, ids1, ids2, ids3, ids4, mine, latent_ptr, low, high, end, turn, count, left_boxes,
-    right_boxes, rope_boxes, stored, gaps, full, empty, BLOCK_SIZE: gl.constexpr,
-    BLOCK_UNITS: gl.constexpr, ROW_UNITS: gl.constexpr, ROPE_AT: gl.constexpr,
-    SCALES_AT: gl.constexpr,
-):  # fmt: skip
+def dequantise_rows(ids, mine, end, piece, turn, count, rows, ring, stored, KEYS: gl.constexpr):
     """Convert listed rows of e4m3, block after block; :func:`begin_rows` comes first.
 
     The copies of two blocks are in flight all the time. Words are loaded into registers half a
     block before they are converted.
+
+    Args:
+        ids: the entries of the first five blocks, as :func:`begin_rows` returns them.
+        mine: pointer to the list.
+        end: int32, the entry of the list after the last.
+        piece: the piece of work.
+        turn: int32, tiles that the program has converted before.
+        count: int32, blocks that the program has converted before.
+        rows: the cache's :class:`attn.kernels.sparse.structures.LatentRows`.
+        ring: the :class:`attn.kernels.sparse.structures.WideRing`.
+        stored: the :class:`attn.kernels.sparse.structures.StoredBlocks`.
+        KEYS: keys of a block.
+
+    Returns:
+        The tiles and the blocks that the program has converted now.
     """
-    KEYS: gl.constexpr = rope_boxes.shape[1]
+    ids0, ids1, ids2, ids3, ids4 = ids
     WORDS: gl.constexpr = _words_of(KEYS)
     SHAPE: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
-    left = reinterpret(left_boxes, gl.int32, [2, KEYS, 128], SHAPE)
-    right = reinterpret(right_boxes, gl.int32, [2, KEYS, 128], SHAPE)
-    rope = reinterpret(rope_boxes, gl.int32, [2, KEYS, 32], SHAPE)
-    words_ptr = latent_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
+    left = reinterpret(ring.left, gl.int32, [2, KEYS, 128], SHAPE)
+    right = reinterpret(ring.right, gl.int32, [2, KEYS, 128], SHAPE)
+    rope = reinterpret(ring.rope, gl.int32, [2, KEYS, 32], SHAPE)
+    words_ptr = rows.latent_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
     async_copy.wait_group(_AHEAD - 1)
     thread_barrier()
-    words = _load_half(stored[0].index(count % STORED_BLOCKS), WORDS)
-    for tile in range(low, high):
+    words = _load_half(stored.left.index(count % STORED_BLOCKS), WORDS)
+    for tile in range(piece.low, piece.high):
         for b in gl.static_range(2):
             first = tile * (2 * KEYS) + b * KEYS
             place = (count + _AHEAD) % STORED_BLOCKS
-            rows = words_ptr + row_offsets(ids2, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE) * (UNIT // 4)
-            _copy_words(ids2, rows, stored[0].index(place), 0, _COPY)
+            starts = words_ptr + rows.offsets(ids2) * (UNIT // 4)
+            _copy_words(ids2, starts, stored.left.index(place), 0, _COPY)
             f0, f1, f2, f3 = _load_scales(
-                stored[3].index(count % STORED_BLOCKS), gl.SliceLayout(1, WORDS)
+                stored.scales.index(count % STORED_BLOCKS), gl.SliceLayout(1, WORDS)
             )
             wide_left = _dequantised(words, f0, f1)
             # A fresh barrier lets parity 1 pass at once. Loads come after the barrier, since the
             # compiler would wait for them before it.
-            mbarrier.wait(empty.index(2 + b), (turn & 1) ^ 1)
-            second = _load_half(stored[1].index(count % STORED_BLOCKS), WORDS)
+            mbarrier.wait(ring.empty.index(2 + b), (turn & 1) ^ 1)
+            second = _load_half(stored.right.index(count % STORED_BLOCKS), WORDS)
             # One store, since threads would wait for each other between two.
             left.index(b).store(wide_left)
-            _copy_rest(ids2, rows, stored, place, ROPE_AT, SCALES_AT, _COPY)
+            _copy_rest(ids2, starts, place, rows, stored, _COPY)
             async_copy.wait_group(_AHEAD - 1)
             thread_barrier()
             wide_right = _dequantised(second, f2, f3)
             # When the right half is free, the rope and the gaps are free too.
-            mbarrier.wait(empty.index(4 + b), (turn & 1) ^ 1)
-            rotary = stored[2].index(count % STORED_BLOCKS).load(WORDS)
+            mbarrier.wait(ring.empty.index(4 + b), (turn & 1) ^ 1)
+            rotary = stored.rope.index(count % STORED_BLOCKS).load(WORDS)
             count += 1
             right.index(b).store(wide_right)
-            words = _load_half(stored[0].index(count % STORED_BLOCKS), WORDS)
+            words = _load_half(stored.left.index(count % STORED_BLOCKS), WORDS)
             rope.index(b).store(rotary)
-            gaps.index(b).store(gl.where(ids0 >= 0, 0.0, float("-inf")))
+            ring.gaps.index(b).store(gl.where(ids0 >= 0, 0.0, float("-inf")))
             ids0 = ids1
             ids1 = ids2
             ids2 = ids3
@@ -207,7 +228,7 @@ def dequantise_rows(
             ids4 = listed(mine, first + 5 * KEYS, end, KEYS, _COPIED)
             # Make the stores visible to the products, which read through another proxy.
             fence_async_shared()
-            mbarrier.arrive(full.index(b), count=1)
+            mbarrier.arrive(ring.full.index(b), count=1)
         turn += 1
     # Blocks past the end are copied as zeros, which must not overwrite what is copied next.
     async_copy.wait_group(0)

@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 
 from attn.kernels.lang.compat import thread_barrier
 from attn.kernels.lang.opaque import opaque_zero
+from attn.kernels.lang.structures import State
 from attn.kernels.lang.wgmma import base_of
 from attn.kernels.sparse.hopper_wide.parts import BLOCK, HALF
 
@@ -32,48 +33,54 @@ _WEIGHTED_PAIR = tl.constexpr(
 
 
 @gluon.jit
-def _places(side, slot, states_ptr, sums_ptr, W: gl.constexpr, OUTPUT: gl.constexpr):
+def _places(side, slot, scratch, W: gl.constexpr, OUTPUT: gl.constexpr):
     """Pointers to the maxima, the sums and the output elements of a warp group's stored state."""
     # Hidden from the compiler, which would keep the pointers in registers for the other state's.
     row = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, OUTPUT)) + opaque_zero()
     column = gl.arange(0, HALF, layout=gl.SliceLayout(0, OUTPUT))
     place = (slot * 2 + side).to(gl.int64) * 2 + W
-    maxima = sums_ptr + place * (2 * BLOCK) + row
-    cells = states_ptr + place * (BLOCK * HALF) + row[:, None] * HALF + column[None, :]
+    maxima = scratch.sums_ptr + place * (2 * BLOCK) + row
+    cells = scratch.states_ptr + place * (BLOCK * HALF) + row[:, None] * HALF + column[None, :]
     return maxima, maxima + BLOCK, cells
 
 
 @gluon.jit
-def finish_shared(slot, is_later, m, l, o, states_ptr, sums_ptr, counters_ptr, W: gl.constexpr):
+def finish_shared(slot, is_later, state, scratch, W: gl.constexpr):
     """Store or fold one program's part of a list that lies in two programs.
 
-    Returns True and the state of the whole list if the program came last and is to write it, or
-    False if it came first. States are fp32 ``[slots, 2, 2, 64, 256]``: earlier and later part of
-    the list, then warp group. Sums are fp32 ``[slots, 2, 2, 2, 64]``: part, warp group, then maxima
-    and sums. Counters are ``[slots, 2]``: arrivals of each warp group, 0 before and after.
+    States are fp32 ``[slots, 2, 2, 64, 256]``: earlier and later part of the list, then warp group.
+    Sums are fp32 ``[slots, 2, 2, 2, 64]``: part, warp group, then maxima and sums. Counters are
+    ``[slots, 2]``: arrivals of each warp group, 0 before and after.
 
     Args:
         slot: the number of the place where both shares meet.
         is_later: the program has the end of the list.
-        m, l, o: maximum ``[64]``, sum ``[64]`` and the warp group's columns ``[64, 256]``.
+        state: maxima ``[64]``, sums ``[64]`` and the warp group's columns ``[64, 256]``.
+        scratch: the kernel's :class:`attn.kernels.sparse.structures.Scratch`.
+        W: number of the warp group.
+
+    Returns:
+        True and the state of the whole list if the program came last and is to write it; False and
+        a state without meaning if it came first.
     """
+    m, l, o = state.m, state.l, state.acc
     OUTPUT: gl.constexpr = o.type.layout
     side = is_later.to(gl.int32)
     arrived = side * 0
     if side == 0:
         # The later part is the first piece of work of its program, so mostly it is stored already.
-        arrived = gl.atomic_add(counters_ptr + slot * 2 + W, 0, sem="acquire", scope="gpu")
+        arrived = gl.atomic_add(scratch.counters_ptr + slot * 2 + W, 0, sem="acquire", scope="gpu")
     if arrived == 0:
-        maxima, sums, cells = _places(side, slot, states_ptr, sums_ptr, W, OUTPUT)
+        maxima, sums, cells = _places(side, slot, scratch, W, OUTPUT)
         gl.store(maxima, m)
         gl.store(sums, l)
         gl.store(cells, o)
         # All threads must have stored before one of them announces it.
         thread_barrier()
-        arrived = gl.atomic_add(counters_ptr + slot * 2 + W, 1, sem="acq_rel", scope="gpu")
+        arrived = gl.atomic_add(scratch.counters_ptr + slot * 2 + W, 1, sem="acq_rel", scope="gpu")
     if arrived == 1:
-        gl.store(counters_ptr + slot * 2 + W, 0)
-        maxima, sums, cells = _places(1 - side, slot, states_ptr, sums_ptr, W, OUTPUT)
+        gl.store(scratch.counters_ptr + slot * 2 + W, 0)
+        maxima, sums, cells = _places(1 - side, slot, scratch, W, OUTPUT)
         m_other = gl.load(maxima, cache_modifier=".cg")
         l_other = gl.load(sums, cache_modifier=".cg")
         top = gl.maximum(m, m_other)
@@ -92,4 +99,4 @@ def finish_shared(slot, is_later, m, l, o, states_ptr, sums_ptr, counters_ptr, W
             [o, cells.to(gl.int64, bitcast=True), by_own, by_others], dtype=gl.float32,
             is_pure=False, pack=2,
         )  # fmt: skip
-    return arrived == 1, m, l, o
+    return arrived == 1, State(m=m, l=l, acc=o)

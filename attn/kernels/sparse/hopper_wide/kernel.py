@@ -17,10 +17,23 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attn.kernels.lang.constants import LOG2E
+from attn.kernels.lang.structures import Out
 from attn.kernels.sparse.hopper_wide.consumer import consume_listed
 from attn.kernels.sparse.hopper_wide.dequantise import STORED_BLOCKS
-from attn.kernels.sparse.hopper_wide.parts import THREADS
+from attn.kernels.sparse.hopper_wide.parts import HALF, THREADS
 from attn.kernels.sparse.hopper_wide.producer import produce_listed
+from attn.kernels.sparse.structures import (
+    Division,
+    LatentRows,
+    Lists,
+    Scratch,
+    SparseQuery,
+    StoredBlocks,
+    WideQueries,
+    WideRing,
+    WideRoom,
+    WideTile,
+)
 
 
 @gluon.jit(
@@ -90,10 +103,25 @@ def hopper_sparse_kernel(
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    lists = Lists(ids_ptr=ids_ptr, lens_ptr=lens_ptr, ids_row=ids_row, topk=topk, HAS_LENS=HAS_LENS)
+    rows = LatentRows(
+        latent_ptr=latent_ptr, scale_ptr=None, BLOCK_SIZE=BLOCK_SIZE, BLOCK_UNITS=BLOCK_UNITS,
+        ROW_UNITS=ROW_UNITS, ROPE_AT=ROPE_AT, SCALES_AT=SCALES_AT,
+    )  # fmt: skip
+    division = Division(
+        total=total, HEADS=HEADS, HEAD_TILES=HEAD_TILES, SEGMENT=SEGMENT, PARTS=PARTS,
+        BALANCED=BALANCED,
+    )  # fmt: skip
+    out = Out(
+        out_ptr=out_ptr, lse_ptr=lse_ptr, sinks_ptr=sinks_ptr, output_scale_ptr=None,
+        out_token=OUT_TOKEN, out_head=OUT_HEAD, lse_token=LSE_TOKEN, SINKS=SINKS, FP8_OUT=False,
+        LSE=LSE,
+    )  # fmt: skip
+    scratch = Scratch(states_ptr=states_ptr, sums_ptr=sums_ptr, counters_ptr=counters_ptr)
     # Both blocks of a tile of keys: left half of the latents, right half, rope.
     left_boxes = gl.allocate_shared_memory(DTYPE, [8, KEYS, 64], LAYOUT)
     right_boxes = gl.allocate_shared_memory(DTYPE, [8, KEYS, 64], LAYOUT)
-    rope_boxes = gl.allocate_shared_memory(DTYPE, [2, KEYS, 64], LAYOUT)
+    rope = gl.allocate_shared_memory(DTYPE, [2, KEYS, 64], LAYOUT)
     q_boxes = gl.allocate_shared_memory(DTYPE, [8, 64, 64], LAYOUT)
     q_rope = gl.allocate_shared_memory(DTYPE, [1, 64, 64], LAYOUT)
     p = gl.allocate_shared_memory(DTYPE, [1, 64, KEYS], gl.NVMMASharedLayout(2 * KEYS, 16, 2))
@@ -102,16 +130,16 @@ def hopper_sparse_kernel(
     sums_of = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
     # Terms added to the scores of either block: -inf for entries that list no row, else 0.
     gaps = gl.allocate_shared_memory(gl.float32, [2, KEYS], FLAT)
-    stored = (gaps, gaps, gaps, gaps)
+    stored = StoredBlocks(left=gaps, right=gaps, rope=gaps, scales=gaps)
     if SCALED:
         # Blocks as the cache stores them, before conversion: left half, right half, rope, scales.
         WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
         SCALES: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 1, [1, 0])
-        stored = (
-            gl.allocate_shared_memory(gl.int32, [STORED_BLOCKS, KEYS, 64], WORDS),
-            gl.allocate_shared_memory(gl.int32, [STORED_BLOCKS, KEYS, 64], WORDS),
-            gl.allocate_shared_memory(gl.int32, [STORED_BLOCKS, KEYS, 32], WORDS),
-            gl.allocate_shared_memory(gl.int32, [STORED_BLOCKS, KEYS, 4], SCALES),
+        stored = StoredBlocks(
+            left=gl.allocate_shared_memory(gl.int32, [STORED_BLOCKS, KEYS, 64], WORDS),
+            right=gl.allocate_shared_memory(gl.int32, [STORED_BLOCKS, KEYS, 64], WORDS),
+            rope=gl.allocate_shared_memory(gl.int32, [STORED_BLOCKS, KEYS, 32], WORDS),
+            scales=gl.allocate_shared_memory(gl.int32, [STORED_BLOCKS, KEYS, 4], SCALES),
         )
     # A barrier for each part of a block: 0 and 1 rope, 2 and 3 the half that comes first, 4 and 5
     # the other half. Converted blocks become full as a whole, so ``full`` has one for each.
@@ -137,25 +165,29 @@ def hopper_sparse_kernel(
         mbarrier.init(ready.index(i), count=1)
     mbarrier.init(q_full.index(0), count=THREADS)
     mbarrier.init(q_empty.index(0), count=2)
+    tile = WideTile(
+        KEYS=KEYS, DTYPE=DTYPE, EARLY=EARLY, WHOLE=SCALED,
+        SCORES=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16]),
+        OUTPUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16]),
+    )  # fmt: skip
+    queries = WideQueries(
+        latent=q_boxes, rotary=q_rope, full=q_full.index(0), empty=q_empty.index(0)
+    )
+    ring = WideRing(
+        left=left_boxes, right=right_boxes, rope=rope, gaps=gaps, full=full, empty=empty
+    )
+    room = WideRoom(weights=p, first_top=m_first, second_top=m_second, sums=sums_of, ready=ready)
+    query = SparseQuery(
+        query_ptr=query_ptr, rotary_ptr=rotary_ptr, query_token=query_token, query_head=query_head,
+        rotary_token=rotary_token, rotary_head=rotary_head, scale=scale * LOG2E,
+    )  # fmt: skip
     gl.warp_specialize(
         [
-            (consume_listed, (q_boxes, q_rope, left_boxes, right_boxes, rope_boxes, gaps, p,
-                m_first, m_second, sums_of, full, empty, ready, q_full.index(0), q_empty.index(0),
-                out_ptr, lse_ptr, sinks_ptr, lens_ptr, states_ptr, sums_ptr, counters_ptr,
-                scale * LOG2E, topk, total, 0, HEADS, HEAD_TILES, SEGMENT, PARTS, DTYPE,
-                OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, BALANCED, EARLY, SCALED, SINKS,
-                LSE)),
-            (consume_listed, (q_boxes, q_rope, left_boxes, right_boxes, rope_boxes, gaps, p,
-                m_first, m_second, sums_of, full, empty, ready, q_full.index(0), q_empty.index(0),
-                out_ptr, lse_ptr, sinks_ptr, lens_ptr, states_ptr, sums_ptr, counters_ptr,
-                scale * LOG2E, topk, total, 1, HEADS, HEAD_TILES, SEGMENT, PARTS, DTYPE,
-                OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, BALANCED, EARLY, SCALED, SINKS,
-                LSE)),
-            (produce_listed, (query_ptr, rotary_ptr, latent_ptr, ids_ptr, lens_ptr, q_boxes, q_rope,
-                left_boxes, right_boxes, rope_boxes, stored, gaps, full, empty, q_full.index(0),
-                q_empty.index(0), ids_row, topk, total, query_token, query_head, rotary_token,
-                rotary_head, HEADS, HEAD_TILES, SEGMENT, PARTS, BLOCK_SIZE, BLOCK_UNITS, ROW_UNITS,
-                ROPE_AT, SCALES_AT, HAS_LENS, BALANCED, SCALED)),
+            (consume_listed, (
+                0, query.scale, lists, queries, ring, room, out, scratch, division, tile)),
+            (consume_listed, (
+                1, query.scale, lists, queries, ring, room, out, scratch, division, tile)),
+            (produce_listed, (query, lists, rows, queries, ring, stored, division, tile)),
         ],
         [4, 4],
         [SECOND, PRODUCER],

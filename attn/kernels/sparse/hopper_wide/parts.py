@@ -8,6 +8,7 @@ from triton.experimental.gluon import language as gl
 
 from attn.kernels.dense.hopper_prefill.scheduler import wide
 from attn.kernels.lang.opaque import opaque_zero
+from attn.kernels.sparse.structures import Piece
 
 THREADS = tl.constexpr(128)
 """Threads of the producer; each arrives at barriers by itself."""
@@ -35,7 +36,7 @@ def exp2(x):
 
 
 @gluon.jit
-def _share(total, topk, KEYS: gl.constexpr, HEAD_TILES: gl.constexpr):
+def _share(topk, division, KEYS: gl.constexpr):
     """The program's share where all programs walk equally many tiles.
 
     The programs of one tile of heads divide the tokens. The first ``dealt`` tokens are divided by
@@ -43,56 +44,51 @@ def _share(total, topk, KEYS: gl.constexpr, HEAD_TILES: gl.constexpr):
     evenly. The tokens after them are dealt out whole. So a share is at least as long as a list, and
     a list lies in two programs at most. Every list counts as full.
 
-    Returns the program's tiles ``[begin, end)`` of the tokens divided by tiles; ``dealt``; the
-    number of programs of a tile of heads, which is at most the number of tokens; and the number of
-    this program among them.
+    Returns:
+        The program's tiles ``[begin, end)`` of the tokens divided by tiles; ``dealt``; the number
+        of programs of a tile of heads, which is at most the number of tokens; and the number of
+        this program among them.
     """
     TILE: gl.constexpr = 2 * KEYS
-    tokens = total // HEAD_TILES
-    groups = gl.minimum(gl.num_programs(0) // HEAD_TILES, tokens)
-    group = gl.program_id(0) // HEAD_TILES
+    tokens = division.total // division.HEAD_TILES
+    groups = gl.minimum(gl.num_programs(0) // division.HEAD_TILES, tokens)
+    group = gl.program_id(0) // division.HEAD_TILES
     dealt = groups + tokens % groups
     tiles = dealt * ((topk + (TILE - 1)) // TILE)
     return group * tiles // groups, (group + 1) * tiles // groups, dealt, groups, group
 
 
 @gluon.jit
-def works_of(total, topk, KEYS: gl.constexpr, HEAD_TILES: gl.constexpr, BALANCED: gl.constexpr):
+def works_of(topk, division, KEYS: gl.constexpr):
     """The program's pieces of work, as arguments of :func:`work_at`: first, end, step."""
-    if BALANCED:
+    if division.BALANCED:
         TILE: gl.constexpr = 2 * KEYS
-        begin, end, dealt, groups, group = _share(total, topk, KEYS, HEAD_TILES)
+        begin, end, dealt, groups, group = _share(topk, division, KEYS)
         each = (topk + (TILE - 1)) // TILE
-        count = (end - 1) // each - begin // each + 1 + (total // HEAD_TILES - dealt) // groups
+        count = (end - 1) // each - begin // each + 1
+        count += (division.total // division.HEAD_TILES - dealt) // groups
         first = 0
         last = gl.where(group < groups, count, 0)
         step = 1
     else:
         first = gl.program_id(0)
-        last = total
+        last = division.total
         step = gl.num_programs(0)
     return first, last, step
 
 
 @gluon.jit
-def work_at(
-    work, total, lens_ptr, topk, KEYS: gl.constexpr, HEAD_TILES: gl.constexpr,
-    SEGMENT: gl.constexpr, PARTS: gl.constexpr, BALANCED: gl.constexpr, HAS_LENS: gl.constexpr,
-):  # fmt: skip
-    """One piece of work.
+def work_at(work, lists, division, KEYS: gl.constexpr):
+    """A piece of work, as :class:`attn.kernels.sparse.structures.Piece`.
 
-    Returns the token; its tile of heads; the part of its list; the number of entries of the list
-    that count; tiles of keys ``[low, high)``, none if ``high <= low``; and ``meets``. If another
-    program has the rest of the list, ``meets`` is the number, from 1 on, of the place where both
-    shares meet; otherwise it is 0. A tile is two blocks of KEYS keys. With BALANCED, ``work``
-    counts the program's own pieces.
+    A tile is two blocks of KEYS keys. With BALANCED, ``work`` counts the program's own pieces.
 
     Head tiles of a token are neighbours in the grid, so that they find its rows in the L2 cache.
     """
     TILE: gl.constexpr = 2 * KEYS
-    if BALANCED:
-        begin, end, dealt, groups, group = _share(total, topk, KEYS, HEAD_TILES)
-        each = (topk + (TILE - 1)) // TILE
+    if division.BALANCED:
+        begin, end, dealt, groups, group = _share(lists.topk, division, KEYS)
+        each = (lists.topk + (TILE - 1)) // TILE
         token = begin // each + work
         low = gl.maximum(begin - token * each, 0)
         high = gl.minimum(end - token * each, each)
@@ -100,24 +96,27 @@ def work_at(
             # The program has passed the tokens that are divided by tiles: this one is dealt whole.
             token = dealt + (token - (end - 1) // each - 1) * groups + group
             high = each
-        head_tile = gl.program_id(0) % HEAD_TILES
+        head_tile = gl.program_id(0) % division.HEAD_TILES
         part = 0
     else:
-        token = work // (HEAD_TILES * PARTS)
-        head_tile = work % HEAD_TILES
-        part = (work // HEAD_TILES) % PARTS
-        low = part * (SEGMENT // TILE)
-        high = low + SEGMENT // TILE
-    length = topk
-    if HAS_LENS:
-        length = gl.minimum(gl.load(lens_ptr + token), topk)
+        token = work // (division.HEAD_TILES * division.PARTS)
+        head_tile = work % division.HEAD_TILES
+        part = (work // division.HEAD_TILES) % division.PARTS
+        low = part * (division.SEGMENT // TILE)
+        high = low + division.SEGMENT // TILE
+    length = lists.topk
+    if lists.HAS_LENS:
+        length = gl.minimum(gl.load(lists.lens_ptr + token), lists.topk)
     filled = (length + (TILE - 1)) // TILE
     meets = 0
-    if BALANCED:
+    if division.BALANCED:
         # No share is shorter than a list, so no list is cut twice.
         meets = gl.where((low > 0) & (filled > low), group, 0)
         meets = gl.where((high < each) & (filled > high), group + 1, meets)
-    return token, head_tile, part, length, low, gl.minimum(high, filled), meets
+    return Piece(
+        token=token, head_tile=head_tile, part=part, length=length, low=low,
+        high=gl.minimum(high, filled), meets=meets,
+    )  # fmt: skip
 
 
 @gluon.jit
