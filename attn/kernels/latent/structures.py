@@ -28,8 +28,14 @@ class LatentCache:
     """int32, elements of a row of the table."""
     k_scale_ptr: Value
     """One fp32, factor of keys and values in e4m3; None for a cache of another type."""
+    cache_ptr: Value
+    """The same rows as ``k_desc``, for prefetches; None where the kernel makes none."""
+    cache_block: Value
+    """int64, elements from a page to the next one; read with PREFETCH."""
     BLOCK_SIZE: gl.constexpr
     """int, tokens of a page."""
+    PREFETCH: gl.constexpr
+    """bool, whether the producer prefetches the next tile into L2."""
 
 
 @aggregate
@@ -136,3 +142,95 @@ class NarrowState:
     """``[16, 128]`` fp32, even or first columns of the right half."""
     right1: gl.tensor
     """``[16, 128]`` fp32, odd or last columns of the right half."""
+
+
+@aggregate
+class Cut:
+    """A program's part of a work item of the wide kernel, which is cut between any two tiles.
+
+    Tiles are counted from the request's first key.
+    """
+
+    number: Value
+    """int32, number of the work item: row of the plan times HEAD_LOOPS, plus head loop."""
+    fields: gl.tensor
+    """Pointer to the ROW_FIELDS numbers of the row of the plan."""
+    begin: Value
+    """int32, the first tile of the part."""
+    end: Value
+    """int32, the tile after the part's last."""
+    req: Value
+    """int32, number of the request."""
+    kv_len: Value
+    """int32, number of the request's keys."""
+    first: Value
+    """int32, position of the first query."""
+    high: Value
+    """int32, the tile after the part's last of which some query sees a key. It is ``begin`` or less
+    if there are none."""
+
+
+@aggregate
+class WideRing:
+    """The shared memory through which the wide kernel's latent rows arrive: one tile of keys.
+
+    A tile is two blocks of 64 keys. A block arrives in three parts: the rotary columns, the left
+    half of the latent columns, and their right half.
+    """
+
+    left_boxes: gl.shared_memory_descriptor
+    """``[2 * 4 * 64 / RUN, 1, RUN, 64]`` of 16 bits, left halves as TMA writes them."""
+    right_boxes: gl.shared_memory_descriptor
+    """``[2 * 4 * 64 / RUN, 1, RUN, 64]`` of 16 bits, right halves as TMA writes them."""
+    rope_boxes: gl.shared_memory_descriptor
+    """``[2 * 64 / RUN, 1, RUN, 64]`` of 16 bits, rotary columns as TMA writes them."""
+    full: gl.shared_memory_descriptor
+    """``[6, 1]`` mbarriers: a part is there. 0 and 1 are for the rotary columns of both blocks, 2
+    and 3 for the left halves, 4 and 5 for the right halves."""
+    empty: gl.shared_memory_descriptor
+    """``[6, 1]`` mbarriers: a part has been read; in the same order."""
+    RUN: gl.constexpr
+    """int, tokens of a box: they lie in one page."""
+    EARLY: gl.constexpr
+    """bool, whether half of the first block is freed while the second block is still arriving."""
+
+
+@aggregate
+class WideRoom:
+    """The shared memory that the wide kernel's two consumers have in common."""
+
+    q_boxes: gl.shared_memory_descriptor
+    """``[8, 64, 64]`` of 16 bits, latent columns of the queries, 64 columns in each box."""
+    q_rope: gl.shared_memory_descriptor
+    """``[1, 64, 64]`` of 16 bits, rotary columns of the queries."""
+    weights: gl.shared_memory_descriptor
+    """``[1, 64, 64]`` of 16 bits, weights of one of a tile's two blocks."""
+    m_first: gl.shared_memory_descriptor
+    """``[64]`` fp32, maxima after the first block."""
+    m_second: gl.shared_memory_descriptor
+    """``[64]`` fp32, maxima after the second block."""
+    sums: gl.shared_memory_descriptor
+    """``[2, 64]`` fp32, the sums of the weights of each consumer's blocks."""
+    ready: gl.shared_memory_descriptor
+    """``[4, 1]`` mbarriers. 0 and 1: the weights of either block are stored. 2 and 3: the sums of
+    either consumer are stored."""
+    loaded: gl.shared_memory_descriptor
+    """mbarrier: both consumers have stored their half of the queries."""
+
+
+@aggregate
+class Operands:
+    """Shared memory as the products of one of the wide kernel's consumers read it."""
+
+    q: gl.shared_memory_descriptor
+    """``[2, 64, 256]``, left half and right half of the queries."""
+    q_rope: gl.shared_memory_descriptor
+    """``[1, 64, 64]``, rotary columns of the queries."""
+    left: gl.shared_memory_descriptor
+    """``[2, 64, 256]``, left halves of both blocks of keys."""
+    right: gl.shared_memory_descriptor
+    """``[2, 64, 256]``, right halves of both blocks of keys."""
+    rope: gl.shared_memory_descriptor
+    """``[2, 64, 64]``, rotary columns of both blocks of keys."""
+    rows: gl.shared_memory_descriptor
+    """``[8 * 64, 32]`` int32, rows of the boxes of the consumer's half of the values."""
