@@ -31,64 +31,66 @@ from attn.kernels.dense.hopper_decode.parts import FIELDS, load_work_item, share
 from attn.kernels.dense.hopper_decode.producer import pages_of
 from attn.kernels.lang.compat import async_load, reinterpret, wait_for_kernels_before
 from attn.kernels.lang.constants import LOG2E
-from attn.kernels.lang.structures import causal_mask
+from attn.kernels.lang.structures import Out, Plan, Query, Tile, causal_mask
 from attn.kernels.latent.hopper_narrow.consumer import consume_narrow
+from attn.kernels.latent.structures import LatentCache, NarrowRing, NarrowRoom
 
 _REGISTERS = tl.constexpr(40)
 """Registers of a thread of the producer."""
 
 
 @gluon.jit
-def produce_narrow(
-    k_desc, rope_desc, left_boxes, right_boxes, rope_boxes, full, empty, table_ptr, rows_ptr,
-    shares_ptr, table_row, HEADS: gl.constexpr, HEAD_LOOPS: gl.constexpr,
-    SEGMENT_UNIT: gl.constexpr, KV_TILE: gl.constexpr, RUN: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    STAGES: gl.constexpr, E4M3: gl.constexpr,
-):  # fmt: skip
-    """Load the latent rows of the program's share, tile after tile; one warp runs this."""
-    # Boxes of half a latent row. A box has 64 columns: elements, or words of two e4m3.
-    BOXES: gl.constexpr = 2 if E4M3 else 4
-    ROW_BYTES: gl.constexpr = 576 if E4M3 else 1152
-    RUNS: gl.constexpr = KV_TILE // RUN
+def _load_tile(key_tile, stage, pages, cache, ring):
+    """Ask TMA for a tile of latent rows, into the boxes of stage ``stage``.
+
+    ``pages`` ``[RUNS]`` int32 are the pages of the tile's runs of tokens.
+    """
+    RUNS: gl.constexpr = ring.KV_TILE // ring.RUN
     run = gl.arange(0, RUNS, layout=gl.BlockedLayout([RUNS], [32], [1], [0]))
-    mask = causal_mask()
-    first_row, begin, past_row, mine, fields = share_at(shares_ptr, HEADS)
+    mbarrier.expect(ring.full.index(stage), ring.KV_TILE * ring.ROW_BYTES)
+    for i in range(RUNS):
+        # Page -1 is outside the cache, where TMA fills a box with zeros.
+        page = gl.max(gl.where(run == i, pages, -1), 0)
+        within = (key_tile * ring.KV_TILE + i * ring.RUN) % cache.BLOCK_SIZE
+        async_load(
+            cache.rope_desc, [page, within, 2 * ring.BOXES * 64], ring.full.index(stage),
+            ring.rope_boxes.index(stage * RUNS + i),
+        )  # fmt: skip
+        for box in gl.static_range(ring.BOXES):
+            async_load(
+                cache.k_desc, [page, within, box * 64], ring.full.index(stage),
+                ring.left_boxes.index((stage * ring.BOXES + box) * RUNS + i),
+            )  # fmt: skip
+            async_load(
+                cache.k_desc, [page, within, (ring.BOXES + box) * 64], ring.full.index(stage),
+                ring.right_boxes.index((stage * ring.BOXES + box) * RUNS + i),
+            )  # fmt: skip
+
+
+@gluon.jit
+def produce_narrow(cache, ring, plan, mask):
+    """Load the latent rows of the program's share, tile after tile; one warp runs this."""
+    KV_TILE: gl.constexpr = ring.KV_TILE
+    first_row, begin, past_row, mine, fields = share_at(plan.shares_ptr, plan.HEADS)
     turn = 0
     for r in range(first_row, past_row):
-        work = load_work_item(r, 0, mine, fields, begin, mask, KV_TILE, SEGMENT_UNIT)
+        work = load_work_item(r, 0, mine, fields, begin, mask, KV_TILE, plan.SEGMENT_UNIT)
         start, low, high, kv_len = work.start, work.low, work.high, work.kv_len
         # A block table has fewer than 2^31 entries, so that 32 bits hold the offset.
-        table = table_ptr + work.req * table_row
-        pages = pages_of(table, low, start, kv_len, KV_TILE, RUN, BLOCK_SIZE)
-        for tile in range(low, high):
-            stage = turn % STAGES
+        table = cache.table_ptr + work.req * cache.table_row
+        pages = pages_of(table, low, start, kv_len, KV_TILE, ring.RUN, cache.BLOCK_SIZE)
+        for key_tile in range(low, high):
+            stage = turn % ring.STAGES
             # Page ids are loaded one tile ahead; those past the part's last tile are not used.
-            after = gl.minimum(tile + 1, high - 1)
-            ahead = pages_of(table, after, start, kv_len, KV_TILE, RUN, BLOCK_SIZE)
+            after = gl.minimum(key_tile + 1, high - 1)
+            ahead = pages_of(table, after, start, kv_len, KV_TILE, ring.RUN, cache.BLOCK_SIZE)
             # A fresh barrier lets parity 1 pass at once.
-            mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(stage), KV_TILE * ROW_BYTES)
-            for i in range(RUNS):
-                # Page -1 is outside the cache, where TMA fills a box with zeros.
-                page = gl.max(gl.where(run == i, pages, -1), 0)
-                within = (tile * KV_TILE + i * RUN) % BLOCK_SIZE
-                async_load(
-                    rope_desc, [page, within, 2 * BOXES * 64], full.index(stage),
-                    rope_boxes.index(stage * RUNS + i),
-                )  # fmt: skip
-                for box in gl.static_range(BOXES):
-                    async_load(
-                        k_desc, [page, within, box * 64], full.index(stage),
-                        left_boxes.index((stage * BOXES + box) * RUNS + i),
-                    )  # fmt: skip
-                    async_load(
-                        k_desc, [page, within, (BOXES + box) * 64], full.index(stage),
-                        right_boxes.index((stage * BOXES + box) * RUNS + i),
-                    )  # fmt: skip
+            mbarrier.wait(ring.empty.index(stage), ((turn // ring.STAGES) & 1) ^ 1)
+            _load_tile(key_tile, stage, pages, cache, ring)
             pages = ahead
             turn += 1
         begin = 0
-        fields = rows_ptr + ((r + 1) // HEAD_LOOPS) * FIELDS
+        fields = plan.rows_ptr + ((r + 1) // plan.HEAD_LOOPS) * FIELDS
 
 
 @gluon.jit(
@@ -147,11 +149,34 @@ def hopper_mla_narrow_kernel(
     Names and meaning of the other arguments are those of
     :func:`attn.kernels.dense.decode.decode_kernel`.
     """
-    RUNS: gl.constexpr = KV_TILE // RUN
-    BOXES: gl.constexpr = 2 if E4M3 else 4
+    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 8], [16, 8])
     # KEY is the type of keys in shared memory, COMPUTE the type of products.
     KEY: gl.constexpr = gl.float8e4nv if E4M3 else k_desc.dtype
     COMPUTE: gl.constexpr = gl.float16 if E4M3 else k_desc.dtype
+    mask = causal_mask()
+    plan = Plan(
+        rows_ptr=rows_ptr, total_ptr=total_ptr, starts_ptr=starts_ptr, shares_ptr=shares_ptr,
+        counters_ptr=counters_ptr, states_ptr=states_ptr, sums_ptr=sums_ptr, groups=groups,
+        HEADS=HEADS, HEAD_LOOPS=HEAD_LOOPS, HEAD_TILES=1, SLOTS=SLOTS,
+        SEGMENT_GROUPS=SEGMENT_GROUPS, AREA=AREA, SEGMENT_UNIT=SEGMENT_UNIT,
+    )  # fmt: skip
+    cache = LatentCache(
+        k_desc=k_desc, rope_desc=rope_desc, table_ptr=table_ptr, table_row=table_row,
+        k_scale_ptr=k_scale_ptr, cache_ptr=None, cache_block=0, BLOCK_SIZE=BLOCK_SIZE,
+        PREFETCH=False,
+    )  # fmt: skip
+    out = Out(
+        out_ptr=out_ptr, lse_ptr=lse_ptr, sinks_ptr=None, output_scale_ptr=None,
+        out_token=OUT_TOKEN, out_head=OUT_HEAD, lse_token=LSE_TOKEN, SINKS=False, FP8_OUT=False,
+        LSE=LSE,
+    )  # fmt: skip
+    tile = Tile(
+        GROUP=GROUP, TILE_HEADS=TILE_HEADS, USED=TILE_HEADS * QUERY_TOKENS, ROWS=16, SIZE=512,
+        DTYPE=COMPUTE, E4M3=E4M3, SCORES=OUTPUT, OUTPUT=OUTPUT, CONSUMERS=1,
+        FINISH_ROWS=FINISH_ROWS, FINISH_WIDTH=FINISH_WIDTH,
+    )  # fmt: skip
+    RUNS: gl.constexpr = KV_TILE // RUN
+    BOXES: gl.constexpr = 2 if E4M3 else 4
     BITS: gl.constexpr = 8 if E4M3 else 16
     ROPE: gl.constexpr = 64 if E4M3 else 128
     COLUMNS: gl.constexpr = BOXES * 64
@@ -192,19 +217,24 @@ def hopper_mla_narrow_kernel(
     # TMA sees memory through another proxy than threads do: make the barriers visible to it.
     fence_async_shared()
     wait_for_kernels_before()
+    query = Query(
+        query_ptr=query_ptr, query_token=QUERY_TOKEN, query_head=QUERY_HEAD, factor=scale * LOG2E,
+        soft_cap=1.0, SOFT_CAP=False,
+    )  # fmt: skip
+    ring = NarrowRing(
+        left_boxes=left_boxes, right_boxes=right_boxes, rope_boxes=rope_boxes, k_left=k_left,
+        k_right=k_right, k_rope=k_rope, v_left=v_left, v_right=v_right, left_rows=left_rows,
+        right_rows=right_rows, full=full, empty=empty, STAGES=STAGES, BOXES=BOXES,
+        ROW_BYTES=576 if E4M3 else 1152, KV_TILE=KV_TILE, RUN=RUN,
+    )  # fmt: skip
+    room = NarrowRoom(
+        q_left=q_left, q_right=q_right, q_rope=q_rope, exchange=exchange, turned=turned
+    )
     gl.warp_specialize(
         [
-            (consume_narrow, (query_ptr, q_left, q_right, q_rope, k_left, k_right, k_rope, v_left,
-                v_right, left_rows, right_rows, exchange, turned, full, empty, out_ptr, lse_ptr,
-                k_scale_ptr, rows_ptr, total_ptr, starts_ptr, shares_ptr, counters_ptr, states_ptr,
-                sums_ptr, scale * LOG2E, groups, HEADS, HEAD_LOOPS, GROUP, TILE_HEADS,
-                QUERY_TOKENS, SLOTS, SEGMENT_GROUPS, AREA, SEGMENT_UNIT, KV_TILE, RUN, STAGES,
-                QUERY_TOKEN, QUERY_HEAD, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, FINISH_ROWS, FINISH_WIDTH,
-                LSE, E4M3)),
-            (produce_narrow, (k_desc, rope_desc, left_boxes, right_boxes, rope_boxes, full, empty,
-                table_ptr, rows_ptr, shares_ptr, table_row, HEADS, HEAD_LOOPS, SEGMENT_UNIT,
-                KV_TILE, RUN, BLOCK_SIZE, STAGES, E4M3)),
+            (consume_narrow, (query, cache, ring, room, plan, mask, out, tile)),
+            (produce_narrow, (cache, ring, plan, mask)),
         ],
         [1],
         [_REGISTERS],
-    )  # fmt: skip
+    )

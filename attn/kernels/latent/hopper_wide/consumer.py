@@ -28,15 +28,17 @@ from attn.kernels.dense.hopper_prefill.vector_store import side_by_side, store_s
 from attn.kernels.dense.query_rows import write_lse
 from attn.kernels.lang.compat import reinterpret, thread_barrier
 from attn.kernels.lang.opaque import opaque_zero
+from attn.kernels.lang.structures import State
 from attn.kernels.lang.wgmma import base_of, scaled_rows
 from attn.kernels.latent.hopper_wide.parts import BLOCK, HALF, cut_at, store_part
+from attn.kernels.latent.structures import CausalBounds, Operands
 
 _TILE = tl.constexpr(128)
 
 
 @gluon.jit
 def _clear_tail(rows, z, live, W: gl.constexpr, RUN: gl.constexpr):
-    """Zero a block's values from key ``live`` to the end of its run of RUN keys.
+    """Zero the values of block W from key ``live`` to the end of its run of RUN keys.
 
     No request wrote those slots, so they may hold NaN, and zero times NaN is NaN. Pages without
     live slots are zeros already. ``rows`` is the warp group's half of the values, seen as rows of
@@ -53,298 +55,343 @@ def _clear_tail(rows, z, live, W: gl.constexpr, RUN: gl.constexpr):
 
 
 @gluon.jit
-def _scores(
-    z, phase, q, q_rope, left, right, rope, full, W: gl.constexpr, SCORES: gl.constexpr
-):  # fmt: skip
-    """Start the block's score products over the columns that arrive first: rope and left half."""
+def _scores(z, phase, operands, ring, W: gl.constexpr, SCORES: gl.constexpr):
+    """Start block W's score products over the columns that arrive first: rope and left half.
+
+    The scores are ``[64, 64]`` fp32; the products still run when this returns.
+    """
     zero = gl.zeros([64, 64], gl.float32, SCORES)
-    mbarrier.wait(full.index(W), phase)
-    keys = rope.index(z + W).permute((1, 0))
-    s = warpgroup_mma(q_rope.index(z), keys, zero, use_acc=False, is_async=True)
-    mbarrier.wait(full.index(2 + W), phase)
-    return warpgroup_mma(q.index(z), left.index(z + W).permute((1, 0)), s, is_async=True)
+    mbarrier.wait(ring.full.index(W), phase)
+    keys = operands.rope.index(z + W).permute((1, 0))
+    s = warpgroup_mma(operands.q_rope.index(z), keys, zero, use_acc=False, is_async=True)
+    mbarrier.wait(ring.full.index(2 + W), phase)
+    q = operands.q.index(z)
+    return warpgroup_mma(q, operands.left.index(z + W).permute((1, 0)), s, is_async=True)
 
 
 @gluon.jit
-def _all_scores(
-    s, z, phase, tile, q, right, full, limit, all_high, W: gl.constexpr, SCORES: gl.constexpr
-):  # fmt: skip
+def _all_scores(s, z, phase, key_tile, operands, ring, bounds, W: gl.constexpr):
     """Complete the scores with the right half of keys; -inf where a row does not see the key."""
-    mbarrier.wait(full.index(4 + W), phase)
-    s = warpgroup_mma(q.index(z + 1), right.index(z + W).permute((1, 0)), s, is_async=True)
+    mbarrier.wait(ring.full.index(4 + W), phase)
+    q = operands.q.index(z + 1)
+    s = warpgroup_mma(q, operands.right.index(z + W).permute((1, 0)), s, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
-    if tile * _TILE + (W + 1) * BLOCK > all_high:
-        key = tile * _TILE + W * BLOCK + gl.arange(0, 64, layout=gl.SliceLayout(0, SCORES))
-        s = gl.where(key[None, :] <= limit[:, None], s, float("-inf"))
+    if key_tile * _TILE + (W + 1) * BLOCK > bounds.all_high:
+        KEYS: gl.constexpr = gl.SliceLayout(0, s.type.layout)
+        key = key_tile * _TILE + W * BLOCK + gl.arange(0, 64, layout=KEYS)
+        s = gl.where(key[None, :] <= bounds.limit[:, None], s, float("-inf"))
     return s
 
 
 @gluon.jit
-def _publish(weights, m, p, m_of, ready, empty, W: gl.constexpr):
-    """Hand weights and maximum to the other warp group, and free the rope part of the keys."""
-    p.store(weights)
+def _publish(weights, m, m_of, ring, room, W: gl.constexpr):
+    """Hand weights and maximum to the other warp group, and free the rope part of the keys.
+
+    ``weights`` ``[64, 64]`` and ``m`` ``[64]`` are of block W; ``m_of`` is the shared memory for
+    its maxima.
+    """
+    room.weights.index(0).store(weights)
     m_of.store(m)
     fence_async_shared()
     thread_barrier()
-    mbarrier.arrive(ready.index(W), count=1)
-    mbarrier.arrive(empty.index(W), count=1)
+    mbarrier.arrive(room.ready.index(W), count=1)
+    mbarrier.arrive(ring.empty.index(W), count=1)
 
 
 @gluon.jit
-def _take_second(
-    z, turn, tile, m, l, o, p, m_second, left, left_rows, ready, kv_len, RUN: gl.constexpr,
-    SCORES: gl.constexpr,
-):  # fmt: skip
-    """Warp group 0 takes block 1's maximum and weights, and starts their product with values."""
-    mbarrier.wait(ready.index(1), turn & 1)
-    top = m_second.load(gl.SliceLayout(1, SCORES))
-    shrink = gl.exp2(m - base_of(top))
-    o = scaled_rows(o, shrink)
-    _clear_tail(left_rows, z, kv_len - tile * _TILE - BLOCK, 1, RUN)
-    return top, l * shrink, warpgroup_mma(p.index(z), left.index(z + 1), o, is_async=True)
+def _take_second(z, turn, key_tile, state, operands, ring, room, kv_len, SCORES: gl.constexpr):
+    """Warp group 0 takes block 1's maximum and weights, and starts their product with values.
+
+    Returns maximum, sum and output of the state that follows; the product still runs.
+    """
+    mbarrier.wait(room.ready.index(1), turn & 1)
+    top = room.m_second.load(gl.SliceLayout(1, SCORES))
+    shrink = gl.exp2(state.m - base_of(top))
+    o = scaled_rows(state.acc, shrink)
+    _clear_tail(operands.rows, z, kv_len - key_tile * _TILE - BLOCK, 1, ring.RUN)
+    l = state.l * shrink
+    o = warpgroup_mma(room.weights.index(z), operands.left.index(z + 1), o, is_async=True)
+    return top, l, o
 
 
 @gluon.jit
 def _first_block(
-    turn, tile, m, l, o, q, q_rope, left, right, rope, left_rows, p, m_first, m_second, full,
-    empty, ready, factor, limit, all_high, kv_len, IS_FIRST: gl.constexpr, RUN: gl.constexpr,
-    DTYPE: gl.constexpr, SCORES: gl.constexpr,
-):  # fmt: skip
-    """Process one tile in warp group 0, which has the scores of the first block."""
-    OUTPUT: gl.constexpr = o.type.layout
+    turn, key_tile, state, operands, query, bounds, ring, room, tile, IS_FIRST: gl.constexpr
+):
+    """Process one tile in warp group 0, which has the scores of the first block.
+
+    The state's output has the left half of the columns, ``[64, 256]``. Returns the state that
+    follows.
+    """
     z = opaque_zero()
     phase = turn & 1
-    if not IS_FIRST:
+    if IS_FIRST:
+        m, l, o = state.m, state.l, state.acc
+    else:
         m, l, o = _take_second(
-            z, turn - 1, tile - 1, m, l, o, p, m_second, left, left_rows, ready, kv_len, RUN, SCORES
+            z, turn - 1, key_tile - 1, state, operands, ring, room, bounds.kv_len, tile.SCORES
         )
-    s = _scores(z, phase, q, q_rope, left, right, rope, full, 0, SCORES)
+    s = _scores(z, phase, operands, ring, 0, tile.SCORES)
     if not IS_FIRST:
         # Wait for all products but the two of scores that were started since.
         o = warpgroup_mma_wait(2, deps=[o])
         thread_barrier()
-        mbarrier.arrive(empty.index(3), count=1)
-    s = _all_scores(s, z, phase, tile, q, right, full, limit, all_high, 0, SCORES)
+        mbarrier.arrive(ring.empty.index(3), count=1)
+    s = _all_scores(s, z, phase, key_tile, operands, ring, bounds, 0)
     # Maxima are in units of log 2 and rounded once, so that differences of two are nearly exact.
-    top = gl.maximum(m, gl.max(s, 1) * factor)
+    top = gl.maximum(m, gl.max(s, 1) * query.factor)
     base = base_of(top)
-    weights = gl.exp2(s * factor - base[:, None])
-    narrow = weights.to(DTYPE)
-    _publish(narrow, top, p.index(0), m_first, ready, empty, 0)
+    weights = gl.exp2(s * query.factor - base[:, None])
+    narrow = weights.to(tile.DTYPE)
+    _publish(narrow, top, room.m_first, ring, room, 0)
     shrink = gl.exp2(m - base)
     o = scaled_rows(o, shrink)
     l = l * shrink + gl.sum(weights, 1)
-    _clear_tail(left_rows, z, kv_len - tile * _TILE, 0, RUN)
-    operand = gl.convert_layout(narrow, gl.DotOperandLayout(0, OUTPUT, 2))
-    o = warpgroup_mma(operand, left.index(z), o, is_async=True)
+    _clear_tail(operands.rows, z, bounds.kv_len - key_tile * _TILE, 0, ring.RUN)
+    operand = gl.convert_layout(narrow, gl.DotOperandLayout(0, tile.OUTPUT, 2))
+    o = warpgroup_mma(operand, operands.left.index(z), o, is_async=True)
     o = warpgroup_mma_wait(0, deps=[o])
     thread_barrier()
-    mbarrier.arrive(empty.index(2), count=1)
-    return top, l, o
+    mbarrier.arrive(ring.empty.index(2), count=1)
+    return State(m=top, l=l, acc=o)
 
 
 @gluon.jit
-def _take_first(
-    z, turn, tile, m, o, p, m_first, right, right_rows, ready, kv_len, RUN: gl.constexpr,
-    SCORES: gl.constexpr,
-):  # fmt: skip
-    """Warp group 1 takes block 0's maximum and weights, and starts their product with values."""
-    mbarrier.wait(ready.index(0), turn & 1)
-    top = m_first.load(gl.SliceLayout(1, SCORES))
-    shrink = gl.exp2(m - base_of(top))
-    o = scaled_rows(o, shrink)
-    _clear_tail(right_rows, z, kv_len - tile * _TILE, 0, RUN)
-    return top, shrink, warpgroup_mma(p.index(z), right.index(z), o, is_async=True)
+def _take_first(z, turn, key_tile, state, operands, ring, room, kv_len, SCORES: gl.constexpr):
+    """Warp group 1 takes block 0's maximum and weights, and starts their product with values.
+
+    Returns block 0's maximum, the factor of earlier sums, and the output; the product still runs.
+    """
+    mbarrier.wait(room.ready.index(0), turn & 1)
+    top = room.m_first.load(gl.SliceLayout(1, SCORES))
+    shrink = gl.exp2(state.m - base_of(top))
+    o = scaled_rows(state.acc, shrink)
+    _clear_tail(operands.rows, z, kv_len - key_tile * _TILE, 0, ring.RUN)
+    o = warpgroup_mma(room.weights.index(z), operands.right.index(z), o, is_async=True)
+    return top, shrink, o
 
 
 @gluon.jit
-def _second_block(
-    turn, tile, m, l, o, q, q_rope, left, right, rope, right_rows, p, m_first, m_second, full,
-    empty, ready, factor, limit, all_high, kv_len, EARLY: gl.constexpr, RUN: gl.constexpr,
-    DTYPE: gl.constexpr, SCORES: gl.constexpr,
-):  # fmt: skip
+def _second_block(turn, key_tile, state, operands, query, bounds, ring, room, tile):
     """Process one tile in warp group 1, which has the scores of the second block.
 
-    EARLY frees half of the first block while the second block is still arriving. That is better
-    where memory is the limit, and worse where products are.
+    The state's output has the right half of the columns, ``[64, 256]``. Returns the state that
+    follows. EARLY frees half of the first block while the second block is still arriving. That is
+    better where memory is the limit, and worse where products are.
     """
-    OUTPUT: gl.constexpr = o.type.layout
+    EARLY: gl.constexpr = ring.EARLY
+    SCORES: gl.constexpr = tile.SCORES
     z = opaque_zero()
     phase = turn & 1
     if EARLY:
         first, shrink, o = _take_first(
-            z, turn, tile, m, o, p, m_first, right, right_rows, ready, kv_len, RUN, SCORES
+            z, turn, key_tile, state, operands, ring, room, bounds.kv_len, SCORES
         )
         o = warpgroup_mma_wait(0, deps=[o])
         thread_barrier()
-        mbarrier.arrive(empty.index(4), count=1)
-    s = _scores(z, phase, q, q_rope, left, right, rope, full, 1, SCORES)
-    s = _all_scores(s, z, phase, tile, q, right, full, limit, all_high, 1, SCORES)
-    own = gl.max(s, 1) * factor
+        mbarrier.arrive(ring.empty.index(4), count=1)
+    s = _scores(z, phase, operands, ring, 1, SCORES)
+    s = _all_scores(s, z, phase, key_tile, operands, ring, bounds, 1)
+    own = gl.max(s, 1) * query.factor
     if not EARLY:
         first, shrink, o = _take_first(
-            z, turn, tile, m, o, p, m_first, right, right_rows, ready, kv_len, RUN, SCORES
+            z, turn, key_tile, state, operands, ring, room, bounds.kv_len, SCORES
         )
     top = gl.maximum(first, own)
     base = base_of(top)
     # Unless EARLY, this runs while the product with the first block does.
-    weights = gl.exp2(s * factor - base[:, None])
+    weights = gl.exp2(s * query.factor - base[:, None])
     again = gl.exp2(first - base)
-    l = l * (shrink * again) + gl.sum(weights, 1)
-    narrow = weights.to(DTYPE)
+    l = state.l * (shrink * again) + gl.sum(weights, 1)
+    narrow = weights.to(tile.DTYPE)
     if not EARLY:
         # The product with the first block reads the weights' buffer, which is free only now.
         o = warpgroup_mma_wait(0, deps=[o])
-    _publish(narrow, top, p.index(0), m_second, ready, empty, 1)
+    _publish(narrow, top, room.m_second, ring, room, 1)
     if not EARLY:
-        mbarrier.arrive(empty.index(4), count=1)
+        mbarrier.arrive(ring.empty.index(4), count=1)
     o = scaled_rows(o, again)
-    _clear_tail(right_rows, z, kv_len - tile * _TILE - BLOCK, 1, RUN)
-    operand = gl.convert_layout(narrow, gl.DotOperandLayout(0, OUTPUT, 2))
-    o = warpgroup_mma(operand, right.index(z + 1), o, is_async=True)
+    _clear_tail(operands.rows, z, bounds.kv_len - key_tile * _TILE - BLOCK, 1, ring.RUN)
+    operand = gl.convert_layout(narrow, gl.DotOperandLayout(0, tile.OUTPUT, 2))
+    o = warpgroup_mma(operand, operands.right.index(z + 1), o, is_async=True)
     o = warpgroup_mma_wait(0, deps=[o])
     thread_barrier()
-    mbarrier.arrive(empty.index(5), count=1)
-    return top, l, o
+    mbarrier.arrive(ring.empty.index(5), count=1)
+    return State(m=top, l=l, acc=o)
 
 
 @gluon.jit
-def _load_queries(
-    query_ptr, token, count, in_group, q_boxes, q_rope, loaded, phase, W: gl.constexpr,
-    GROUP: gl.constexpr, TILE_HEADS: gl.constexpr, QUERY_TOKEN: gl.constexpr,
-    QUERY_HEAD: gl.constexpr,
-):  # fmt: skip
+def _load_queries(token, count, in_group, phase, query, room, tile, W: gl.constexpr):
     """Copy the queries of a work item to shared memory; each warp group copies its half.
 
     No product still reads the previous item's queries: the groups met after its last product, when
     they exchanged their sums.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)) + opaque_zero()
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
-    head = in_group + row % TILE_HEADS
-    wanted = (row < count * TILE_HEADS) & (head < GROUP)
-    offset = (token + row // TILE_HEADS).to(gl.int64) * QUERY_TOKEN + head * QUERY_HEAD
-    at = query_ptr + offset[:, None] + column[None, :]
+    head = in_group + row % tile.TILE_HEADS
+    wanted = (row < count * tile.TILE_HEADS) & (head < tile.GROUP)
+    offset = (token + row // tile.TILE_HEADS).to(gl.int64) * query.query_token
+    offset += head * query.query_head
+    at = query.query_ptr + offset[:, None] + column[None, :]
     for i in gl.static_range(4):
         part = gl.load(at + (W * HALF + i * 64), mask=wanted[:, None], other=0.0)
-        q_boxes.index(W * 4 + i).store(part)
+        room.q_boxes.index(W * 4 + i).store(part)
     if W == 0:
-        q_rope.index(0).store(gl.load(at + 2 * HALF, mask=wanted[:, None], other=0.0))
+        room.q_rope.index(0).store(gl.load(at + 2 * HALF, mask=wanted[:, None], other=0.0))
     fence_async_shared()
     thread_barrier()
-    mbarrier.arrive(loaded, count=1)
-    mbarrier.wait(loaded, phase)
+    mbarrier.arrive(room.loaded, count=1)
+    mbarrier.wait(room.loaded, phase)
 
 
 @gluon.jit
-def consume_latents(
-    query_ptr, q_boxes, q_rope, left_boxes, right_boxes, rope_boxes, p, m_first, m_second, sums_of,
-    full, empty, ready, loaded, out_ptr, lse_ptr, rows_ptr, shares_ptr, states_ptr, sums_ptr,
-    factor, W: gl.constexpr, HEADS: gl.constexpr, HEAD_LOOPS: gl.constexpr, GROUP: gl.constexpr,
-    TILE_HEADS: gl.constexpr, QUERY_TOKENS: gl.constexpr, DTYPE: gl.constexpr, RUN: gl.constexpr,
-    QUERY_TOKEN: gl.constexpr, QUERY_HEAD: gl.constexpr, OUT_TOKEN: gl.constexpr,
-    OUT_HEAD: gl.constexpr, LSE_TOKEN: gl.constexpr, EARLY: gl.constexpr, LSE: gl.constexpr,
-):  # fmt: skip
-    """Process the program's share of the plan in warp group W's half of the output's columns."""
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    USED: gl.constexpr = TILE_HEADS * QUERY_TOKENS
-    WRITES_LSE: gl.constexpr = LSE and W == 0
+def _operands_of(W: gl.constexpr, ring, room, tile):
+    """View the boxes as tiles that warp group W's products read, and as rows, to clear a tail."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    # Views of the boxes: as tiles that products read, and as rows, to clear a tail.
-    q = reinterpret(q_boxes, DTYPE, [2, 64, 256], LAYOUT)
-    left = reinterpret(left_boxes, DTYPE, [2, 64, 256], LAYOUT)
-    right = reinterpret(right_boxes, DTYPE, [2, 64, 256], LAYOUT)
-    rope = reinterpret(rope_boxes, DTYPE, [2, 64, 64], LAYOUT)
+    q = reinterpret(room.q_boxes, tile.DTYPE, [2, 64, 256], LAYOUT)
+    left = reinterpret(ring.left_boxes, tile.DTYPE, [2, 64, 256], LAYOUT)
+    right = reinterpret(ring.right_boxes, tile.DTYPE, [2, 64, 256], LAYOUT)
+    rope = reinterpret(ring.rope_boxes, tile.DTYPE, [2, 64, 64], LAYOUT)
     if W == 0:
-        own_rows = reinterpret(left_boxes, gl.int32, [8 * BLOCK, 32], FLAT)
+        rows = reinterpret(ring.left_boxes, gl.int32, [8 * BLOCK, 32], FLAT)
     else:
-        own_rows = reinterpret(right_boxes, gl.int32, [8 * BLOCK, 32], FLAT)
-    first_row, begin, past_row, mine, fields = share_at(shares_ptr, HEADS)
+        rows = reinterpret(ring.right_boxes, gl.int32, [8 * BLOCK, 32], FLAT)
+    return Operands(q=q, q_rope=room.q_rope, left=left, right=right, rope=rope, rows=rows)
+
+
+@gluon.jit
+def _bounds_of(cut, tile):
+    """Compute the bounds of the keys that the queries of a part see, for all tiles of keys."""
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, tile.SCORES))
+    # The limit is the last visible key, not the key after it: LLVM would add that 1 in pairs of 16
+    # bits, which ptxas 12.8 gets wrong.
+    limit = gl.minimum(cut.first + row // tile.TILE_HEADS, cut.kv_len - 1)
+    all_high = gl.minimum(cut.first + 1, cut.kv_len)
+    return CausalBounds(limit=limit, all_high=all_high, kv_len=cut.kv_len)
+
+
+@gluon.jit
+def _attend(W: gl.constexpr, cut, state, turn, operands, query, bounds, ring, room, tile):
+    """Attend to the tiles of a part, which has at least one.
+
+    ``turn`` is the number of tiles that the program walked before. Returns the state that follows
+    ``state``, and the number of tiles walked so far. The state's sums are over the blocks whose
+    scores warp group W has.
+    """
+    if W == 0:
+        state = _first_block(
+            turn, cut.begin, state, operands, query, bounds, ring, room, tile, True
+        )
+        turn += 1
+        for key_tile in range(cut.begin + 1, cut.high):
+            state = _first_block(
+                turn, key_tile, state, operands, query, bounds, ring, room, tile, False
+            )
+            turn += 1
+        m, l, o = _take_second(
+            opaque_zero(), turn - 1, cut.high - 1, state, operands, ring, room, cut.kv_len,
+            tile.SCORES,
+        )  # fmt: skip
+        o = warpgroup_mma_wait(0, deps=[o])
+        thread_barrier()
+        mbarrier.arrive(ring.empty.index(3), count=1)
+        state = State(m=m, l=l, acc=o)
+    else:
+        for key_tile in range(cut.begin, cut.high):
+            state = _second_block(turn, key_tile, state, operands, query, bounds, ring, room, tile)
+            turn += 1
+    return state, turn
+
+
+@gluon.jit
+def _with_all_sums(W: gl.constexpr, state, walks, room):
+    """Add the other warp group's sums to the state's; both refer to the same maximum.
+
+    ``walks`` is how often the groups exchanged sums before. Returns the state, and how often they
+    have done so now.
+    """
+    room.sums.index(W).store(state.l)
+    thread_barrier()
+    mbarrier.arrive(room.ready.index(2 + W), count=1)
+    mbarrier.wait(room.ready.index(3 - W), walks & 1)
+    walks += 1
+    l = state.l + room.sums.index(1 - W).load(state.l.type.layout)
+    return State(m=state.m, l=l, acc=state.acc), walks
+
+
+@gluon.jit
+def _write(W: gl.constexpr, fields, in_group, state, out, tile):
+    """Write warp group W's half of a work item's output; group 0 also writes the LSE.
+
+    This runs once for a work item and waits for its instructions to be fetched, so the code is kept
+    short.
+    """
+    OUTPUT: gl.constexpr = tile.OUTPUT
+    WRITES_LSE: gl.constexpr = out.LSE and W == 0
+    # These are loaded once more instead of being kept in registers during the loop.
+    count = gl.load(fields + 2)
+    token = gl.load(fields + 1)
+    some = state.m > float("-inf")
+    if WRITES_LSE:
+        place = gl.arange(0, 64, layout=gl.SliceLayout(1, OUTPUT)) + opaque_zero()
+        head = in_group + place % tile.TILE_HEADS
+        wanted = (place < count * tile.TILE_HEADS) & (head < tile.GROUP)
+        at = token + place // tile.TILE_HEADS
+        write_lse(some, state.m, state.l, at, head, wanted, out.lse_ptr, out.lse_token)
+    by = 1.0 / gl.where(some, state.l, 1.0)
+    written = side_by_side((state.acc * by[:, None]).to(out.out_ptr.dtype.element_ty))
+    ROWS: gl.constexpr = written.type.layout
+    place = gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS)) + opaque_zero()
+    head = in_group + place % tile.TILE_HEADS
+    wanted = (place < count * tile.TILE_HEADS) & (head < tile.GROUP)
+    at = (token + place // tile.TILE_HEADS).to(gl.int64) * out.out_token + head * out.out_head
+    store_side_by_side(written, at, wanted, W * HALF, out.out_ptr)
+
+
+@gluon.jit
+def _write_or_store(W: gl.constexpr, cut, in_group, state, plan, out, tile):
+    """Write the output of a part that has all keys of its queries, or store its state."""
+    ROW: gl.constexpr = gl.SliceLayout(1, tile.OUTPUT)
+    m = gl.convert_layout(state.m, ROW)
+    l = gl.convert_layout(state.l, ROW)
+    if (cut.begin == 0) & (cut.end == gl.load(cut.fields + 6)):
+        _write(W, cut.fields, in_group, State(m=m, l=l, acc=state.acc), out, tile)
+    else:
+        # A program has two slots: the first for an item that another program began, the second for
+        # an item that goes on in another program.
+        slot = 2 * gl.program_id(0) + (cut.begin == 0).to(gl.int32)
+        store_part(
+            plan.states_ptr, plan.sums_ptr, slot, m, l, state.acc, opaque_zero(), W, tile.USED
+        )
+
+
+@gluon.jit
+def consume_latents(W: gl.constexpr, query, ring, room, plan, out, tile):
+    """Attend to all parts that the program takes; warp group W has half of the output's columns."""
+    SUMS: gl.constexpr = gl.SliceLayout(1, tile.SCORES)
+    operands = _operands_of(W, ring, room, tile)
+    first_row, begin, past_row, mine, fields = share_at(plan.shares_ptr, plan.HEADS)
     turn = 0
     walks = 0
     for r in range(first_row, past_row):
-        end, _, kv_len, first, high = cut_at(r, mine, fields, begin)
-        in_group = ((r % HEAD_LOOPS) * HEADS + gl.program_id(0) % HEADS) * TILE_HEADS
-        row = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
-        # Last visible key, not the key after it: LLVM would add that 1 in pairs of 16 bits, which
-        # ptxas 12.8 gets wrong.
-        limit = gl.minimum(first + row // TILE_HEADS, kv_len - 1)
-        all_high = gl.minimum(first + 1, kv_len)
-        m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-        l = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
-        o = gl.zeros([64, HALF], gl.float32, OUTPUT)
-        if high > begin:
-            _load_queries(
-                query_ptr, gl.load(fields + 1), gl.load(fields + 2), in_group, q_boxes, q_rope,
-                loaded, walks & 1, W, GROUP, TILE_HEADS, QUERY_TOKEN, QUERY_HEAD,
-            )  # fmt: skip
-            if W == 0:
-                m, l, o = _first_block(
-                    turn, begin, m, l, o, q, q_rope, left, right, rope, own_rows, p, m_first,
-                    m_second, full, empty, ready, factor, limit, all_high, kv_len, True, RUN, DTYPE,
-                    SCORES,
-                )  # fmt: skip
-                turn += 1
-                for tile in range(begin + 1, high):
-                    m, l, o = _first_block(
-                        turn, tile, m, l, o, q, q_rope, left, right, rope, own_rows, p, m_first,
-                        m_second, full, empty, ready, factor, limit, all_high, kv_len, False, RUN,
-                        DTYPE, SCORES,
-                    )  # fmt: skip
-                    turn += 1
-                m, l, o = _take_second(
-                    opaque_zero(), turn - 1, high - 1, m, l, o, p, m_second, left, own_rows, ready,
-                    kv_len, RUN, SCORES,
-                )  # fmt: skip
-                o = warpgroup_mma_wait(0, deps=[o])
-                thread_barrier()
-                mbarrier.arrive(empty.index(3), count=1)
-            else:
-                for tile in range(begin, high):
-                    m, l, o = _second_block(
-                        turn, tile, m, l, o, q, q_rope, left, right, rope, own_rows, p, m_first,
-                        m_second, full, empty, ready, factor, limit, all_high, kv_len, EARLY, RUN,
-                        DTYPE, SCORES,
-                    )  # fmt: skip
-                    turn += 1
-            # Each warp group has the sum over its own blocks; both refer to the same maximum.
-            sums_of.index(W).store(l)
-            thread_barrier()
-            mbarrier.arrive(ready.index(2 + W), count=1)
-            mbarrier.wait(ready.index(3 - W), walks & 1)
-            walks += 1
-            l += sums_of.index(1 - W).load(gl.SliceLayout(1, SCORES))
-        most = gl.convert_layout(m, gl.SliceLayout(1, OUTPUT))
-        sums = gl.convert_layout(l, gl.SliceLayout(1, OUTPUT))
-        if (begin == 0) & (end == gl.load(fields + 6)):
-            # These are loaded once more instead of being kept in registers during the loop.
-            count = gl.load(fields + 2)
+        cut = cut_at(r, mine, fields, begin)
+        lane = gl.program_id(0) % plan.HEADS
+        in_group = ((r % plan.HEAD_LOOPS) * plan.HEADS + lane) * tile.TILE_HEADS
+        bounds = _bounds_of(cut, tile)
+        state = State(
+            m=gl.full([64], float("-inf"), gl.float32, SUMS),
+            l=gl.zeros([64], gl.float32, SUMS),
+            acc=gl.zeros([64, HALF], gl.float32, tile.OUTPUT),
+        )
+        if cut.high > cut.begin:
             token = gl.load(fields + 1)
-            # This runs once for a work item and waits for its instructions to be fetched, so the
-            # code is kept short.
-            some = most > float("-inf")
-            if WRITES_LSE:
-                place = gl.arange(0, 64, layout=gl.SliceLayout(1, OUTPUT)) + opaque_zero()
-                head = in_group + place % TILE_HEADS
-                wanted = (place < count * TILE_HEADS) & (head < GROUP)
-                at = token + place // TILE_HEADS
-                write_lse(some, most, sums, at, head, wanted, lse_ptr, LSE_TOKEN)
-            by = 1.0 / gl.where(some, sums, 1.0)
-            out = side_by_side((o * by[:, None]).to(out_ptr.dtype.element_ty))
-            ROWS: gl.constexpr = out.type.layout
-            place = gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS)) + opaque_zero()
-            head = in_group + place % TILE_HEADS
-            wanted = (place < count * TILE_HEADS) & (head < GROUP)
-            at = (token + place // TILE_HEADS).to(gl.int64) * OUT_TOKEN + head * OUT_HEAD
-            store_side_by_side(out, at, wanted, W * HALF, out_ptr)
-        else:
-            # A program has two slots: the first for an item that another program began, the second
-            # for an item that goes on in another program.
-            slot = 2 * gl.program_id(0) + (begin == 0).to(gl.int32)
-            store_part(states_ptr, sums_ptr, slot, most, sums, o, opaque_zero(), W, USED)
+            count = gl.load(fields + 2)
+            _load_queries(token, count, in_group, walks & 1, query, room, tile, W)
+            state, turn = _attend(W, cut, state, turn, operands, query, bounds, ring, room, tile)
+            state, walks = _with_all_sums(W, state, walks, room)
+        _write_or_store(W, cut, in_group, state, plan, out, tile)
         begin = 0
-        fields = rows_ptr + wide(((r + 1) // HEAD_LOOPS) * FIELDS)
+        fields = plan.rows_ptr + wide(((r + 1) // plan.HEAD_LOOPS) * FIELDS)

@@ -24,8 +24,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from attn.kernels.lang.compat import wait_for_kernels_before
 from attn.kernels.lang.constants import LOG2E
+from attn.kernels.lang.structures import Out, Plan, Query, Tile
 from attn.kernels.latent.hopper_wide.consumer import consume_latents
+from attn.kernels.latent.hopper_wide.parts import BLOCK, HALF
 from attn.kernels.latent.hopper_wide.producer import produce_latents
+from attn.kernels.latent.structures import LatentCache, WideRing, WideRoom
 
 
 @gluon.jit(
@@ -81,7 +84,31 @@ def hopper_mla_kernel(
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     RUNS: gl.constexpr = 64 // RUN
-    factor = scale * LOG2E
+    query = Query(
+        query_ptr=query_ptr, query_token=QUERY_TOKEN, query_head=QUERY_HEAD, factor=scale * LOG2E,
+        soft_cap=1.0, SOFT_CAP=False,
+    )  # fmt: skip
+    cache = LatentCache(
+        k_desc=k_desc, rope_desc=None, table_ptr=table_ptr, table_row=table_row, k_scale_ptr=None,
+        cache_ptr=cache_ptr, cache_block=cache_block, BLOCK_SIZE=BLOCK_SIZE, PREFETCH=PREFETCH,
+    )  # fmt: skip
+    # Work items are cut between any two tiles, so this plan has no segments.
+    plan = Plan(
+        rows_ptr=rows_ptr, total_ptr=total_ptr, starts_ptr=starts_ptr, shares_ptr=shares_ptr,
+        counters_ptr=counters_ptr, states_ptr=states_ptr, sums_ptr=sums_ptr, groups=0, HEADS=HEADS,
+        HEAD_LOOPS=HEAD_LOOPS, HEAD_TILES=1, SLOTS=0, SEGMENT_GROUPS=1, AREA=0, SEGMENT_UNIT=1,
+    )  # fmt: skip
+    out = Out(
+        out_ptr=out_ptr, lse_ptr=lse_ptr, sinks_ptr=None, output_scale_ptr=None,
+        out_token=OUT_TOKEN, out_head=OUT_HEAD, lse_token=LSE_TOKEN, SINKS=False, FP8_OUT=False,
+        LSE=LSE,
+    )  # fmt: skip
+    tile = Tile(
+        GROUP=GROUP, TILE_HEADS=TILE_HEADS, USED=TILE_HEADS * QUERY_TOKENS, ROWS=64, SIZE=2 * HALF,
+        DTYPE=DTYPE, E4M3=False, SCORES=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16]),
+        OUTPUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16]), CONSUMERS=2,
+        FINISH_ROWS=0, FINISH_WIDTH=0,
+    )  # fmt: skip
     # Registers of warp group 1 and of the producer; warp group 0 has the rest. Without EARLY,
     # Triton 3.9 keeps more values in warp group 1.
     SECOND: gl.constexpr = 224 if EARLY else 248
@@ -94,14 +121,12 @@ def hopper_mla_kernel(
     # allocation as tiles only if the tiles are all of it.
     q_boxes = gl.allocate_shared_memory(DTYPE, [8, 64, 64], LAYOUT)
     q_rope = gl.allocate_shared_memory(DTYPE, [1, 64, 64], LAYOUT)
-    p = gl.allocate_shared_memory(DTYPE, [1, 64, 64], LAYOUT)
+    weights = gl.allocate_shared_memory(DTYPE, [1, 64, 64], LAYOUT)
     m_first = gl.allocate_shared_memory(gl.float32, [64], FLAT)
     m_second = gl.allocate_shared_memory(gl.float32, [64], FLAT)
-    sums_of = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
-    # A barrier for each part of a block: 0 and 1 rope, 2 and 3 left half, 4 and 5 right half.
+    sums = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
     full = gl.allocate_shared_memory(gl.int64, [6, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [6, 1], BARRIER)
-    # 0 and 1: the weights of either block are stored. 2 and 3: the sums of either warp group are.
     ready = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
     loaded = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
     for i in gl.static_range(6):
@@ -113,22 +138,20 @@ def hopper_mla_kernel(
     # TMA sees memory through another proxy than threads do: make the barriers visible to it.
     fence_async_shared()
     wait_for_kernels_before()
+    ring = WideRing(
+        left_boxes=left_boxes, right_boxes=right_boxes, rope_boxes=rope_boxes, full=full,
+        empty=empty, RUN=RUN, EARLY=EARLY,
+    )  # fmt: skip
+    room = WideRoom(
+        q_boxes=q_boxes, q_rope=q_rope, weights=weights, m_first=m_first, m_second=m_second,
+        sums=sums, ready=ready, loaded=loaded.index(0),
+    )  # fmt: skip
     gl.warp_specialize(
         [
-            (consume_latents, (query_ptr, q_boxes, q_rope, left_boxes, right_boxes, rope_boxes, p,
-                m_first, m_second, sums_of, full, empty, ready, loaded.index(0), out_ptr, lse_ptr,
-                rows_ptr, shares_ptr, states_ptr, sums_ptr, factor, 0, HEADS, HEAD_LOOPS, GROUP,
-                TILE_HEADS, QUERY_TOKENS, DTYPE, RUN, QUERY_TOKEN, QUERY_HEAD, OUT_TOKEN, OUT_HEAD,
-                LSE_TOKEN, EARLY, LSE)),
-            (consume_latents, (query_ptr, q_boxes, q_rope, left_boxes, right_boxes, rope_boxes, p,
-                m_first, m_second, sums_of, full, empty, ready, loaded.index(0), out_ptr, lse_ptr,
-                rows_ptr, shares_ptr, states_ptr, sums_ptr, factor, 1, HEADS, HEAD_LOOPS, GROUP,
-                TILE_HEADS, QUERY_TOKENS, DTYPE, RUN, QUERY_TOKEN, QUERY_HEAD, OUT_TOKEN, OUT_HEAD,
-                LSE_TOKEN, EARLY, LSE)),
-            (produce_latents, (k_desc, cache_ptr, rope_boxes, left_boxes, right_boxes, full, empty,
-                table_ptr, rows_ptr, shares_ptr, table_row, cache_block, HEADS, HEAD_LOOPS, RUN,
-                BLOCK_SIZE, PREFETCH)),
+            (consume_latents, (0, query, ring, room, plan, out, tile)),
+            (consume_latents, (1, query, ring, room, plan, out, tile)),
+            (produce_latents, (cache, ring, plan)),
         ],
         [4, 1],
         [SECOND, PRODUCER],
-    )  # fmt: skip
+    )

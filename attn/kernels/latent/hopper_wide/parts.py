@@ -7,6 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attn.kernels.dense.hopper_prefill.scheduler import wide
+from attn.kernels.latent.structures import Cut
 
 BLOCK = tl.constexpr(64)
 """Keys of a block, and query rows of a work item; two blocks are a tile of keys."""
@@ -16,17 +17,20 @@ HALF = tl.constexpr(256)
 
 @gluon.jit
 def cut_at(r, mine, fields, begin):
-    """The program's tiles ``[begin, end)`` of work item ``r``, counted from its first key.
+    """Load the program's part of work item ``r``; the part begins with tile ``begin``.
 
-    Returns ``end``; request; KV length; position of the first query; and the end of the tiles of
-    which some query sees a key. That end is ``begin`` or less if there are none.
+    ``mine`` points to the program's share of the plan, ``fields`` to the work item's numbers.
+    Returns a :class:`attn.kernels.latent.structures.Cut`.
     """
     kv_len = gl.load(fields + 3)
     first = gl.load(fields + 4)
     end = gl.where(r == gl.load(mine + 2), gl.load(mine + 3), gl.load(fields + 6))
     seen = gl.minimum(first + gl.load(fields + 2), kv_len)
     high = gl.minimum(end, (seen + 2 * BLOCK - 1) // (2 * BLOCK))
-    return end, gl.load(fields), kv_len, first, high
+    return Cut(
+        number=r, fields=fields, begin=begin, end=end, req=gl.load(fields), kv_len=kv_len,
+        first=first, high=high,
+    )  # fmt: skip
 
 
 @gluon.jit

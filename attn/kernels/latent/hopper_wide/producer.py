@@ -26,91 +26,83 @@ def prefetch_l2(ptr, nbytes):
 
 @gluon.jit
 def _load_block(
-    desc, pages, tile, turn, full, empty, boxes, COLUMN: gl.constexpr, PARTS: gl.constexpr,
-    PLACE: gl.constexpr, BLOCK_OF: gl.constexpr, RUN: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    pages, key_tile, turn, boxes, cache, ring, COLUMN: gl.constexpr, PARTS: gl.constexpr,
+    PLACE: gl.constexpr, BLOCK_OF: gl.constexpr,
 ):  # fmt: skip
-    """Load some columns of one of a tile's two blocks; each block has a buffer of its own."""
-    RUNS: gl.constexpr = BLOCK // RUN
+    """Load some columns of one of a tile's two blocks; each block has a buffer of its own.
+
+    These are ``PARTS * 64`` columns from COLUMN on, of block BLOCK_OF. ``pages`` ``[2 * RUNS]``
+    int32 are the pages of the tile's runs. PLACE is the number of the first block's barrier.
+    """
+    RUNS: gl.constexpr = BLOCK // ring.RUN
     run = gl.arange(0, 2 * RUNS, layout=gl.BlockedLayout([2 * RUNS], [32], [1], [0]))
     # A fresh barrier lets parity 1 pass at once.
-    mbarrier.wait(empty.index(PLACE + BLOCK_OF), (turn & 1) ^ 1)
-    mbarrier.expect(full.index(PLACE + BLOCK_OF), PARTS * BLOCK * 128)
+    mbarrier.wait(ring.empty.index(PLACE + BLOCK_OF), (turn & 1) ^ 1)
+    mbarrier.expect(ring.full.index(PLACE + BLOCK_OF), PARTS * BLOCK * 128)
     for i in range(RUNS):
         # Page -1 is outside the cache, where TMA fills a box with zeros.
         page = gl.max(gl.where(run == BLOCK_OF * RUNS + i, pages, -1), 0)
-        within = (tile * (2 * BLOCK) + (BLOCK_OF * RUNS + i) * RUN) % BLOCK_SIZE
+        within = (key_tile * (2 * BLOCK) + (BLOCK_OF * RUNS + i) * ring.RUN) % cache.BLOCK_SIZE
         for part in gl.static_range(PARTS):
             async_load(
-                desc,
+                cache.k_desc,
                 [page, within, COLUMN + part * 64],
-                full.index(PLACE + BLOCK_OF),
+                ring.full.index(PLACE + BLOCK_OF),
                 boxes.index((BLOCK_OF * PARTS + part) * RUNS + i),
             )
 
 
 @gluon.jit
 def _prefetch(
-    cache_ptr, pages, tile, lane, cache_block, HEADS: gl.constexpr, BLOCK_OF: gl.constexpr,
-    RUN: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-):  # fmt: skip
-    """Prefetch a block of the next tile into L2; the program of each head tile asks for a share."""
+    pages, key_tile, lane, cache, HEADS: gl.constexpr, BLOCK_OF: gl.constexpr, RUN: gl.constexpr
+):
+    """Prefetch a block of the next tile into L2; the program of each head tile asks for a share.
+
+    ``pages`` ``[2 * RUNS]`` int32 are the pages of that tile's runs.
+    """
     RUNS: gl.constexpr = BLOCK // RUN
     SHARE: gl.constexpr = RUN * 576 // HEADS
     run = gl.arange(0, 2 * RUNS, layout=gl.BlockedLayout([2 * RUNS], [32], [1], [0]))
     for i in range(RUNS):
         page = gl.max(gl.where(run == BLOCK_OF * RUNS + i, pages, -1), 0)
-        within = (tile * (2 * BLOCK) + (BLOCK_OF * RUNS + i) * RUN) % BLOCK_SIZE
+        within = (key_tile * (2 * BLOCK) + (BLOCK_OF * RUNS + i) * RUN) % cache.BLOCK_SIZE
         if page >= 0:
             prefetch_l2(
-                cache_ptr + wide(page) * wide(cache_block) + (within * 576 + lane * SHARE),
+                cache.cache_ptr
+                + wide(page) * wide(cache.cache_block)
+                + (within * 576 + lane * SHARE),
                 2 * SHARE,
             )
 
 
 @gluon.jit
-def produce_latents(
-    k_desc, cache_ptr, rope_boxes, left_boxes, right_boxes, full, empty, table_ptr, rows_ptr,
-    shares_ptr, table_row, cache_block, HEADS: gl.constexpr, HEAD_LOOPS: gl.constexpr,
-    RUN: gl.constexpr, BLOCK_SIZE: gl.constexpr, PREFETCH: gl.constexpr,
-):  # fmt: skip
+def produce_latents(cache, ring, plan):
     """Load the latent rows of the program's share, tile after tile.
 
     Each of a tile's two blocks comes in the order in which consumers need it: rope, left half,
     right half.
     """
     TILE: gl.constexpr = 2 * BLOCK
-    first_row, begin, past_row, mine, fields = share_at(shares_ptr, HEADS)
+    first_row, begin, past_row, mine, fields = share_at(plan.shares_ptr, plan.HEADS)
     turn = 0
     for r in range(first_row, past_row):
-        _, req, kv_len, _, high = cut_at(r, mine, fields, begin)
+        cut = cut_at(r, mine, fields, begin)
         # A block table has fewer than 2^31 entries, so that 32 bits hold the offset.
-        table = table_ptr + req * table_row
-        pages = pages_of(table, begin, 0, kv_len, TILE, RUN, BLOCK_SIZE)
-        for tile in range(begin, high):
+        table = cache.table_ptr + cut.req * cache.table_row
+        pages = pages_of(table, begin, 0, cut.kv_len, TILE, ring.RUN, cache.BLOCK_SIZE)
+        for key_tile in range(begin, cut.high):
             # Page ids are loaded one tile ahead; those past the part's last tile are not used.
-            after = gl.minimum(tile + 1, high - 1)
-            ahead = pages_of(table, after, 0, kv_len, TILE, RUN, BLOCK_SIZE)
+            after = gl.minimum(key_tile + 1, cut.high - 1)
+            ahead = pages_of(table, after, 0, cut.kv_len, TILE, ring.RUN, cache.BLOCK_SIZE)
             for block in gl.static_range(2):
-                _load_block(
-                    k_desc, pages, tile, turn, full, empty, rope_boxes, 512, 1, 0, block, RUN,
-                    BLOCK_SIZE,
-                )  # fmt: skip
-                _load_block(
-                    k_desc, pages, tile, turn, full, empty, left_boxes, 0, 4, 2, block, RUN,
-                    BLOCK_SIZE,
-                )  # fmt: skip
-                _load_block(
-                    k_desc, pages, tile, turn, full, empty, right_boxes, 256, 4, 4, block, RUN,
-                    BLOCK_SIZE,
-                )  # fmt: skip
-                if PREFETCH:
-                    if tile + 1 < high:
-                        lane = gl.program_id(0) % HEADS
-                        _prefetch(
-                            cache_ptr, ahead, after, lane, cache_block, HEADS, block, RUN,
-                            BLOCK_SIZE,
-                        )  # fmt: skip
+                _load_block(pages, key_tile, turn, ring.rope_boxes, cache, ring, 512, 1, 0, block)
+                _load_block(pages, key_tile, turn, ring.left_boxes, cache, ring, 0, 4, 2, block)
+                _load_block(pages, key_tile, turn, ring.right_boxes, cache, ring, 256, 4, 4, block)
+                if cache.PREFETCH:
+                    if key_tile + 1 < cut.high:
+                        lane = gl.program_id(0) % plan.HEADS
+                        _prefetch(ahead, after, lane, cache, plan.HEADS, block, ring.RUN)
             pages = ahead
             turn += 1
         begin = 0
-        fields = rows_ptr + ((r + 1) // HEAD_LOOPS) * FIELDS
+        fields = plan.rows_ptr + ((r + 1) // plan.HEAD_LOOPS) * FIELDS

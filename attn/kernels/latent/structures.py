@@ -1,0 +1,236 @@
+"""Structures of the Hopper latent kernels: groups of arguments that only these kernels have.
+
+:mod:`attn.kernels.lang.structures` has the structures that they share with other kernels, and says
+how structures are made. Triton reads the types of fields from the annotations of a class. This
+module must therefore not postpone annotations.
+"""
+
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from attn.kernels.lang.compat import aggregate
+from attn.kernels.lang.structures import Descriptor, Value
+
+
+@aggregate
+class LatentCache:
+    """The paged cache of a latent layer: rows of 512 latent and 64 rotary columns."""
+
+    k_desc: tma.tensor_descriptor
+    """Descriptor of rows ``[N, BLOCK_SIZE, columns]`` in boxes ``[1, RUN, 64]``. A row has 576
+    columns of 16 bits, or 288 words of two e4m3."""
+    rope_desc: Descriptor
+    """Descriptor of the same rows in boxes as wide as the rotary part; None where ``k_desc`` serves
+    for that part too."""
+    table_ptr: gl.tensor
+    """``[R, table_row]`` int32, pages of the requests."""
+    table_row: Value
+    """int32, elements of a row of the table."""
+    k_scale_ptr: Value
+    """One fp32, factor of keys and values in e4m3; None for a cache of another type."""
+    cache_ptr: Value
+    """The same rows as ``k_desc``, for prefetches; None where the kernel makes none."""
+    cache_block: Value
+    """int64, elements from a page to the next one; read with PREFETCH."""
+    BLOCK_SIZE: gl.constexpr
+    """int, tokens of a page."""
+    PREFETCH: gl.constexpr
+    """bool, whether the producer prefetches the next tile into L2."""
+
+
+@aggregate
+class CausalBounds:
+    """Bounds of the keys that a part's queries see, which hold for all tiles of keys."""
+
+    limit: gl.tensor
+    """``[ROWS]`` int32, the last key that each query sees."""
+    all_high: Value
+    """int32, the key after the last that all queries see."""
+    kv_len: Value
+    """int32, number of the request's keys."""
+
+
+@aggregate
+class NarrowRing:
+    """The ring of stages in shared memory through which the narrow kernel's latent rows arrive.
+
+    TMA writes boxes. Products read the same memory as keys and as values, which are the left half
+    of the latent columns, their right half, and for keys the rotary columns.
+    """
+
+    left_boxes: gl.shared_memory_descriptor
+    """``[STAGES * BOXES * KV_TILE / RUN, 1, RUN, 64]``, left halves as TMA writes them: elements of
+    16 bits, or words of two e4m3."""
+    right_boxes: gl.shared_memory_descriptor
+    """``[STAGES * BOXES * KV_TILE / RUN, 1, RUN, 64]``, right halves as TMA writes them."""
+    rope_boxes: gl.shared_memory_descriptor
+    """``[STAGES * KV_TILE / RUN, 1, RUN, columns]``, rotary parts as TMA writes them."""
+    k_left: gl.shared_memory_descriptor
+    """``[STAGES, KV_TILE, 256]``, left halves as keys."""
+    k_right: gl.shared_memory_descriptor
+    """``[STAGES, KV_TILE, 256]``, right halves as keys."""
+    k_rope: gl.shared_memory_descriptor
+    """``[STAGES, KV_TILE, 64]``, rotary parts as keys."""
+    v_left: gl.shared_memory_descriptor
+    """``[STAGES, KV_TILE, BOXES * 64]``, left halves as values: words of two elements with E4M3."""
+    v_right: gl.shared_memory_descriptor
+    """``[STAGES, KV_TILE, BOXES * 64]``, right halves as values."""
+    left_rows: gl.shared_memory_descriptor
+    """``[STAGES * BOXES * KV_TILE, 32]`` int32, rows of the boxes of left halves."""
+    right_rows: gl.shared_memory_descriptor
+    """``[STAGES * BOXES * KV_TILE, 32]`` int32, rows of the boxes of right halves."""
+    full: gl.shared_memory_descriptor
+    """``[STAGES, 1]`` mbarriers: the rows are there."""
+    empty: gl.shared_memory_descriptor
+    """``[STAGES, 1]`` mbarriers: the rows have been read."""
+    STAGES: gl.constexpr
+    """int, tiles that the ring holds."""
+    BOXES: gl.constexpr
+    """int, boxes of 64 columns that make up half of a row's latent columns."""
+    ROW_BYTES: gl.constexpr
+    """int, bytes of a row."""
+    KV_TILE: gl.constexpr
+    """int, tokens of a tile."""
+    RUN: gl.constexpr
+    """int, tokens of a box: they lie in one page."""
+
+
+@aggregate
+class NarrowRoom:
+    """The shared memory of the narrow kernel's consumer."""
+
+    q_left: gl.shared_memory_descriptor
+    """``[16, 256]``, the queries' left halves. With an e4m3 cache, columns are in the order that
+    ``_query_of`` in ``attn/kernels/latent/hopper_narrow/consumer.py`` explains."""
+    q_right: gl.shared_memory_descriptor
+    """``[16, 256]``, the queries' right halves, in the same order."""
+    q_rope: gl.shared_memory_descriptor
+    """``[16, 64]``, the queries' rotary parts, in the same order."""
+    exchange: gl.shared_memory_descriptor
+    """``[16, 8]`` fp32, the maximum of each row in each warp."""
+    turned: gl.shared_memory_descriptor
+    """``[16, KV_TILE]``, weights on their way to the layout of an operand."""
+
+
+@aggregate
+class KeptQueries:
+    """The columns of a part's queries that stay in registers, as the first operand of products."""
+
+    left: gl.tensor
+    """``[16, 128]``, the first columns of the left half."""
+    rope: gl.tensor
+    """``[16, 64]``, the rotary columns."""
+
+
+@aggregate
+class NarrowState:
+    """Attention over tiles of a segment, as products add it up.
+
+    Each half of the output's columns has two accumulators. With an e4m3 cache these are the even
+    and the odd columns of the half; otherwise they are its first and its second half.
+    """
+
+    m: gl.tensor
+    """``[16]`` fp32, maxima of the products."""
+    l: gl.tensor
+    """``[16, 32]`` fp32, sums of the weights, one for each thread of a row."""
+    left0: gl.tensor
+    """``[16, 128]`` fp32, even or first columns of the left half."""
+    left1: gl.tensor
+    """``[16, 128]`` fp32, odd or last columns of the left half."""
+    right0: gl.tensor
+    """``[16, 128]`` fp32, even or first columns of the right half."""
+    right1: gl.tensor
+    """``[16, 128]`` fp32, odd or last columns of the right half."""
+
+
+@aggregate
+class Cut:
+    """A program's part of a work item of the wide kernel, which is cut between any two tiles.
+
+    Tiles are counted from the request's first key.
+    """
+
+    number: Value
+    """int32, number of the work item: row of the plan times HEAD_LOOPS, plus head loop."""
+    fields: gl.tensor
+    """Pointer to the ROW_FIELDS numbers of the row of the plan."""
+    begin: Value
+    """int32, the first tile of the part."""
+    end: Value
+    """int32, the tile after the part's last."""
+    req: Value
+    """int32, number of the request."""
+    kv_len: Value
+    """int32, number of the request's keys."""
+    first: Value
+    """int32, position of the first query."""
+    high: Value
+    """int32, the tile after the part's last of which some query sees a key. It is ``begin`` or less
+    if there are none."""
+
+
+@aggregate
+class WideRing:
+    """The shared memory through which the wide kernel's latent rows arrive: one tile of keys.
+
+    A tile is two blocks of 64 keys. A block arrives in three parts: the rotary columns, the left
+    half of the latent columns, and their right half.
+    """
+
+    left_boxes: gl.shared_memory_descriptor
+    """``[2 * 4 * 64 / RUN, 1, RUN, 64]`` of 16 bits, left halves as TMA writes them."""
+    right_boxes: gl.shared_memory_descriptor
+    """``[2 * 4 * 64 / RUN, 1, RUN, 64]`` of 16 bits, right halves as TMA writes them."""
+    rope_boxes: gl.shared_memory_descriptor
+    """``[2 * 64 / RUN, 1, RUN, 64]`` of 16 bits, rotary columns as TMA writes them."""
+    full: gl.shared_memory_descriptor
+    """``[6, 1]`` mbarriers: a part is there. 0 and 1 are for the rotary columns of both blocks, 2
+    and 3 for the left halves, 4 and 5 for the right halves."""
+    empty: gl.shared_memory_descriptor
+    """``[6, 1]`` mbarriers: a part has been read; in the same order."""
+    RUN: gl.constexpr
+    """int, tokens of a box: they lie in one page."""
+    EARLY: gl.constexpr
+    """bool, whether half of the first block is freed while the second block is still arriving."""
+
+
+@aggregate
+class WideRoom:
+    """The shared memory that the wide kernel's two consumers have in common."""
+
+    q_boxes: gl.shared_memory_descriptor
+    """``[8, 64, 64]`` of 16 bits, latent columns of the queries, 64 columns in each box."""
+    q_rope: gl.shared_memory_descriptor
+    """``[1, 64, 64]`` of 16 bits, rotary columns of the queries."""
+    weights: gl.shared_memory_descriptor
+    """``[1, 64, 64]`` of 16 bits, weights of one of a tile's two blocks."""
+    m_first: gl.shared_memory_descriptor
+    """``[64]`` fp32, maxima after the first block."""
+    m_second: gl.shared_memory_descriptor
+    """``[64]`` fp32, maxima after the second block."""
+    sums: gl.shared_memory_descriptor
+    """``[2, 64]`` fp32, the sums of the weights of each consumer's blocks."""
+    ready: gl.shared_memory_descriptor
+    """``[4, 1]`` mbarriers. 0 and 1: the weights of either block are stored. 2 and 3: the sums of
+    either consumer are stored."""
+    loaded: gl.shared_memory_descriptor
+    """mbarrier: both consumers have stored their half of the queries."""
+
+
+@aggregate
+class Operands:
+    """Shared memory as the products of one of the wide kernel's consumers read it."""
+
+    q: gl.shared_memory_descriptor
+    """``[2, 64, 256]``, left half and right half of the queries."""
+    q_rope: gl.shared_memory_descriptor
+    """``[1, 64, 64]``, rotary columns of the queries."""
+    left: gl.shared_memory_descriptor
+    """``[2, 64, 256]``, left halves of both blocks of keys."""
+    right: gl.shared_memory_descriptor
+    """``[2, 64, 256]``, right halves of both blocks of keys."""
+    rope: gl.shared_memory_descriptor
+    """``[2, 64, 64]``, rotary columns of both blocks of keys."""
+    rows: gl.shared_memory_descriptor
+    """``[8 * 64, 32]`` int32, rows of the boxes of the consumer's half of the values."""
