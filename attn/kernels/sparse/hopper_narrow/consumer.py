@@ -433,8 +433,7 @@ def _write_or_store(state, token, head_tile, part, some, rows_scale, out, scratc
         head = head_tile * ROWS + row
         write_rows(
             m, l, state.acc, token + row * 0, head, head < division.HEADS, column, column >= 0,
-            out.out_ptr, out.lse_ptr, out.sinks_ptr, rows_scale, out.output_scale_ptr,
-            out.out_token, out.out_head, out.lse_token, out.SINKS, out.FP8_OUT, out.LSE, True,
+            out, rows_scale, out.LSE, True,
         )  # fmt: skip
     elif some:
         slot = wide((token * division.HEAD_TILES + head_tile) * division.PARTS + part)
