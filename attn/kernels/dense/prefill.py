@@ -8,15 +8,66 @@ same grid for every batch.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
-from attn.kernels.dense.query_rows import prepared_queries, write_rows
-from attn.kernels.dense.tile import attend_tiles, recomputed
-from attn.kernels.lang.constants import LOG2E
-from attn.kernels.lang.masks import last_visible, seen_by_all
-from attn.kernels.lang.stored import plane_columns
-from builders.splitkv.device.segments import first_visible, local_len, local_position
+from attn.kernels.dense.groups import Cache, Keys, Queries, Query, Run, Tile
+from attn.kernels.dense.query_rows import factors_of, prepared_queries, write_state
+from attn.kernels.dense.tile import (
+    attend_tiles,
+    causal_and_prefix,
+    empty_state,
+    keys_seen,
+    readable,
+    recomputed,
+)
+from attn.kernels.lang.groups import Mask, Optional, Out, Rows, State, Stripe
+from attn.kernels.lang.masks import seen_by_all
+from builders.splitkv.device.segments import local_len, local_position
+
+
+class _Schedule(NamedTuple):
+    """The tiles of a step: each is some tokens of one request, for one query head."""
+
+    tile_starts_ptr: tl.tensor
+    """``[R + 1]`` int32, tiles of tokens before each request."""
+    query_start_ptr: tl.tensor
+    """``[R + 1]`` int32, where each request's tokens begin."""
+    seq_lens_ptr: Optional
+    """``[R]`` int32, tokens of each request's keys; read where the cache has pages."""
+    first_ptr: Optional
+    """``[R]`` int32, position of each request's first query; None where the last query of a request
+    has the position of its last key."""
+    num_reqs: tl.tensor
+    """int32, number of requests."""
+    HEADS: tl.constexpr
+    """int, query heads."""
+    REQ_STEPS: tl.constexpr
+    """int, steps in which a binary search finds a request."""
+
+
+class _QueryTile(NamedTuple):
+    """A tile of queries."""
+
+    row: tl.tensor
+    """``[ROWS]`` int32, numbers of the tile's query rows."""
+    head: tl.tensor
+    """int32, the query head."""
+    req: tl.tensor
+    """int32, the request."""
+    number: tl.tensor
+    """int32, number of the tile among the request's."""
+    begin: tl.tensor
+    """int32, the request's first token in the step."""
+    query_len: tl.tensor
+    """int32, number of the request's tokens."""
+    kv_len: tl.tensor
+    """int32, number of the request's keys."""
+    context: tl.tensor
+    """int32, position of the request's first query."""
+
 
 _VARYING = [
     "num_reqs",
@@ -145,185 +196,197 @@ def prefill_kernel(
     position; without it the last query of a request has the position of its last key. REST is the
     number of key columns beyond K_WIDTH.
     """
-    EDGES: tl.constexpr = WINDOW or CHUNK or RSWA
-    RUN: tl.constexpr = KV_TILE if BLOCK_SIZE % KV_TILE == 0 else (BLOCK_SIZE & -BLOCK_SIZE)
-    num_tiles = tl.load(tile_starts_ptr + num_reqs)
-    within = tl.arange(0, QUERY_TILE)
-    for work in range(tl.program_id(0), num_tiles * HEADS, tl.num_programs(0)):
-        head = work % HEADS
-        # The last tiles see most keys, so they start first.
-        tile = num_tiles - 1 - work // HEADS
-        req = 0
-        above = num_reqs
-        for _ in range(REQ_STEPS):
-            middle = (req + above) // 2
-            go = (above - req > 1) & (tl.load(tile_starts_ptr + middle) <= tile)
-            stay = (above - req > 1) & (not go)
-            req = tl.where(go, middle, req)
-            above = tl.where(stay, middle, above)
-        tile = tile - tl.load(tile_starts_ptr + req)
-        begin = tl.load(query_start_ptr + req)
-        query_len = tl.load(query_start_ptr + req + 1) - begin
-        kv_len = query_len
-        if BLOCK_SIZE > 0:
-            kv_len = tl.load(seq_lens_ptr + req)
-        context = tl.maximum(kv_len - query_len, 0)
-        if first_ptr is not None:
-            context = tl.load(first_ptr + req)
-        token = tile * QUERY_TILE + within
-        wanted = token < query_len
-        query = context + token
-        first = context + tile * QUERY_TILE
-        last = context + tl.minimum((tile + 1) * QUERY_TILE, query_len) - 1
-        if DCP:
-            query = local_position(query, dcp_size, dcp_rank, dcp_interleave)
-            first = local_position(first, dcp_size, dcp_rank, dcp_interleave)
-            last = local_position(last, dcp_size, dcp_rank, dcp_interleave)
-            kv_len = local_len(kv_len, dcp_size, dcp_rank, dcp_interleave)
-        kv_head = head // GROUP
-        at = begin + token
-        heads = within * 0 + head
-        offset = at.to(tl.int64) * query_token + head * query_head
-        natural = scale
-        v_factor = 1.0
-        if PER_TENSOR:
-            natural = scale * tl.load(k_scale_ptr + kv_head * scale_head)
-            v_factor = tl.load(v_scale_ptr + kv_head * scale_head)
-        if not SOFT_CAP:
-            natural = natural * LOG2E
-        q0, q1, q2, q3, scales = prepared_queries(
-            query_ptr, offset, wanted, natural, K_WIDTH, K_USED, K_SIZE, KIND, PLANES, GUARD,
-            COMPUTE,
-        )  # fmt: skip
-        if REST > 0:
-            rest = K_WIDTH + tl.arange(0, REST)
-            at_rest = query_ptr + offset[:, None] + rest[None, :]
-            q1 = tl.load(at_rest, mask=wanted[:, None], other=0.0).to(COMPUTE)
-        slope = scales
-        if ALIBI > 0:
-            slope = tl.load(slopes_ptr + heads).to(tl.float32)
-        causal = 1
-        if CAUSAL == 2:
-            causal = tl.load(causal_ptr + req).to(tl.int32)
-        prefix = 0
-        if RSWA:
-            # Engines may pass the largest int32 for "all keys"; rounding that up to a tile would
-            # overflow.
-            prefix = tl.minimum(tl.load(prefix_ptr + req), kv_len)
-        ranges = ranges_ptr
-        if RANGES:
-            ranges = ranges_ptr + req.to(tl.int64) * num_ranges * 2
-        kv_start = first_visible(
-            first, last, window, chunk, lookback, ranges, num_ranges, EDGES, CHUNK, RANGES, CLAMP
-        )
-        kv_stop = last_visible(
-            last, kv_len, causal, window, ranges, num_ranges, first, CAUSAL, WINDOW, CHUNK, RSWA,
-            RANGES,
-        )  # fmt: skip
-        all_low, all_high = seen_by_all(
-            first, last, kv_len, causal, window, chunk, lookback, CAUSAL, WINDOW, CHUNK, RSWA
-        )
-        table = table_ptr
-        k_base = kv_head.to(tl.int64) * k_head
-        v_base = kv_head.to(tl.int64) * v_head
-        if BLOCK_SIZE > 0:
-            table = table_ptr + req.to(tl.int64) * table_row
-        else:
-            k_base += begin.to(tl.int64) * k_token
-            v_base += begin.to(tl.int64) * v_token
-        s_base = kv_head.to(tl.int64) * s_head
-        safe_low = kv_start
-        hole = 0
-        if RSWA:
-            # Slots between prefix and window, if any, are seen by no query and must not be read.
-            apart = tl.cdiv(prefix, RUN) * RUN < kv_start
-            safe_low = tl.where(apart, kv_start, 0)
-            hole = tl.where(apart, prefix, 0)
-        low = kv_start // KV_TILE
-        high = tl.cdiv(kv_stop, KV_TILE)
-        full_low = tl.cdiv(all_low, KV_TILE)
-        full_high = tl.maximum(all_high // KV_TILE, full_low)
-        m = tl.full([QUERY_TILE], float("-inf"), tl.float32)
-        l = tl.zeros([QUERY_TILE], tl.float32)
-        acc0 = tl.zeros([QUERY_TILE, V_WIDTH], tl.float32)
-        acc1 = acc0
-        acc2 = acc0
-        acc3 = acc0
-        if EDGES or RANGES:
-            if RSWA:
-                prefix_tiles = tl.minimum(tl.cdiv(prefix, KV_TILE), high)
-                m, l, acc0, acc1, acc2, acc3, _, _, _, _, _, _ = attend_tiles(
-                    m, l, acc0, acc1, acc2, acc3, m, m, m, m, m, m, 0, None, None, 0, False, q0, q1,
-                    q2, q3, query, scales, slope, soft_cap, key_ptr, value_ptr, k_inline_ptr,
-                    v_inline_ptr, table, k_base, v_base, k_block, k_token, v_block, v_token, s_base,
-                    s_block, s_token, 0, prefix_tiles, safe_low, kv_len, hole, kv_len, causal,
-                    window, chunk, lookback, prefix, ranges, num_ranges, 0, 0, True,
-                    SAME_ROWS, RSWA, 1,
-                    KV_TILE, BLOCK_SIZE, K_WIDTH, K_USED, V_WIDTH, V_USED, KIND, PLANES, INLINE,
-                    DECODE, COMPUTE, ALIGN, CAUSAL, WINDOW, CHUNK, RSWA, RANGES, CLAMP, SOFT_CAP,
-                    ALIBI, SIMPLE, False, False, 0, STAGES, REST,
-                )  # fmt: skip
-                low = tl.maximum(low, prefix_tiles)
-            edge = tl.minimum(full_low, high)
-            m, l, acc0, acc1, acc2, acc3, _, _, _, _, _, _ = attend_tiles(
-                m, l, acc0, acc1, acc2, acc3, m, m, m, m, m, m, 0, None, None, 0, False, q0, q1, q2,
-                q3, query, scales, slope, soft_cap, key_ptr, value_ptr, k_inline_ptr, v_inline_ptr,
-                table, k_base, v_base, k_block, k_token, v_block, v_token, s_base, s_block, s_token,
-                low, edge, safe_low, kv_len, hole, kv_len, causal, window, chunk, lookback, prefix,
-                ranges, num_ranges, 0, 0, True,
-                SAME_ROWS, RSWA, 1, KV_TILE, BLOCK_SIZE, K_WIDTH, K_USED,
-                V_WIDTH, V_USED, KIND, PLANES, INLINE, DECODE, COMPUTE, ALIGN, CAUSAL, WINDOW,
-                CHUNK, RSWA, RANGES, CLAMP, SOFT_CAP, ALIBI, SIMPLE, False, False, 0, STAGES, REST,
-            )  # fmt: skip
-            low = tl.maximum(low, edge)
-        full = tl.minimum(full_high, high)
-        m, l, acc0, acc1, acc2, acc3, _, _, _, _, _, _ = attend_tiles(
-            m, l, acc0, acc1, acc2, acc3, m, m, m, m, m, m, 0, None, None, 0, False, q0, q1, q2, q3,
-            query, scales, slope, soft_cap, key_ptr, value_ptr, k_inline_ptr, v_inline_ptr, table,
-            k_base, v_base, k_block, k_token, v_block, v_token, s_base, s_block, s_token, low, full,
-            safe_low, kv_len, hole, kv_len, causal, window, chunk, lookback, prefix, ranges,
-            num_ranges, 0, 0, False,
-            SAME_ROWS, RSWA, 1, KV_TILE, BLOCK_SIZE, K_WIDTH, K_USED, V_WIDTH,
-            V_USED, KIND, PLANES, INLINE, DECODE, COMPUTE, ALIGN, CAUSAL, WINDOW, CHUNK, RSWA,
-            RANGES, CLAMP, SOFT_CAP, ALIBI, SIMPLE, False, False, 0, STAGES, REST,
-        )  # fmt: skip
-        m, l, acc0, acc1, acc2, acc3, _, _, _, _, _, _ = attend_tiles(
-            m, l, acc0, acc1, acc2, acc3, m, m, m, m, m, m, 0, None, None, 0, False, q0, q1, q2, q3,
-            query, scales, slope, soft_cap, key_ptr, value_ptr, k_inline_ptr, v_inline_ptr, table,
-            k_base, v_base, k_block, k_token, v_block, v_token, s_base, s_block, s_token,
-            tl.maximum(low, full), high, safe_low, kv_len, hole, kv_len, causal, window, chunk,
-            lookback, prefix, ranges, num_ranges, 0, 0, True,
-            SAME_ROWS, RSWA, 1, KV_TILE, BLOCK_SIZE,
-            K_WIDTH, K_USED, V_WIDTH, V_USED, KIND, PLANES, INLINE, DECODE, COMPUTE, ALIGN, CAUSAL,
-            WINDOW, CHUNK, RSWA, RANGES, CLAMP, SOFT_CAP, ALIBI, SIMPLE, False, False, 0, STAGES,
-            REST,
-        )  # fmt: skip
-        if SIMPLE:
-            m = m * scales
-        token = recomputed(tile, DECODE) * QUERY_TILE + within
-        at = begin + token
-        wanted = token < query_len
-        index = tl.arange(0, V_WIDTH)
-        valid = index < V_USED
-        write_rows(
-            m, l, acc0, at, heads, wanted, plane_columns(index, 0, V_SIZE, KIND), valid, out_ptr,
-            lse_ptr, sinks_ptr, v_factor, output_scale_ptr, out_token, out_head, lse_token, SINKS,
-            FP8_OUT, LSE, HARDWARE_E4M3,
-        )  # fmt: skip
-        if PLANES > 1:
-            write_rows(
-                m, l, acc1, at, heads, wanted, plane_columns(index, 1, V_SIZE, KIND), valid,
-                out_ptr, lse_ptr, sinks_ptr, v_factor, output_scale_ptr, out_token, out_head,
-                lse_token, SINKS, FP8_OUT, False, HARDWARE_E4M3,
-            )  # fmt: skip
-        if PLANES > 2:
-            write_rows(
-                m, l, acc2, at, heads, wanted, plane_columns(index, 2, V_SIZE, KIND), valid,
-                out_ptr, lse_ptr, sinks_ptr, v_factor, output_scale_ptr, out_token, out_head,
-                lse_token, SINKS, FP8_OUT, False, HARDWARE_E4M3,
-            )  # fmt: skip
-            write_rows(
-                m, l, acc3, at, heads, wanted, plane_columns(index, 3, V_SIZE, KIND), valid,
-                out_ptr, lse_ptr, sinks_ptr, v_factor, output_scale_ptr, out_token, out_head,
-                lse_token, SINKS, FP8_OUT, False, HARDWARE_E4M3,
-            )  # fmt: skip
+    _attend_all(
+        _Schedule(
+            tile_starts_ptr=tile_starts_ptr, query_start_ptr=query_start_ptr,
+            seq_lens_ptr=seq_lens_ptr, first_ptr=first_ptr, num_reqs=num_reqs, HEADS=HEADS,
+            REQ_STEPS=REQ_STEPS,
+        ),
+        Query(
+            query_ptr=query_ptr, slopes_ptr=slopes_ptr, query_token=query_token,
+            query_head=query_head, scale=scale, soft_cap=soft_cap, GUARD=GUARD, SOFT_CAP=SOFT_CAP,
+            ALIBI=ALIBI, SIMPLE=SIMPLE,
+        ),
+        Cache(
+            key_ptr=key_ptr, value_ptr=value_ptr, k_inline_ptr=k_inline_ptr,
+            v_inline_ptr=v_inline_ptr, k_scale_ptr=k_scale_ptr, v_scale_ptr=v_scale_ptr,
+            table_ptr=table_ptr, table_row=table_row, k_block=k_block, k_token=k_token,
+            k_head=k_head, v_block=v_block, v_token=v_token, v_head=v_head, s_block=s_block,
+            s_token=s_token, s_head=s_head, scale_head=scale_head, BLOCK_SIZE=BLOCK_SIZE,
+            SAME_ROWS=SAME_ROWS, K_SIZE=K_SIZE, K_WIDTH=K_WIDTH, K_USED=K_USED, V_WIDTH=V_WIDTH,
+            V_USED=V_USED, KIND=KIND, PLANES=PLANES, DECODE=DECODE, INLINE=INLINE,
+            PER_TENSOR=PER_TENSOR, ALIGN=ALIGN,
+        ),
+        Mask(
+            causal_ptr=causal_ptr, prefix_ptr=prefix_ptr, ranges_ptr=ranges_ptr,
+            num_ranges=num_ranges, window=window, chunk=chunk, lookback=lookback, CAUSAL=CAUSAL,
+            WINDOW=WINDOW, CHUNK=CHUNK, RSWA=RSWA, RANGES=RANGES, CLAMP=CLAMP,
+        ),
+        Stripe(size=dcp_size, rank=dcp_rank, interleave=dcp_interleave, DCP=DCP),
+        Out(
+            out_ptr=out_ptr, lse_ptr=lse_ptr, sinks_ptr=sinks_ptr,
+            output_scale_ptr=output_scale_ptr, out_token=out_token, out_head=out_head,
+            lse_token=lse_token, SINKS=SINKS, FP8_OUT=FP8_OUT, LSE=LSE,
+            HARDWARE_E4M3=HARDWARE_E4M3, COLUMNS=V_USED, SIZE=V_SIZE, KIND=KIND,
+        ),
+        Tile(
+            GROUP=GROUP, TILE_HEADS=1, HEAD_TILES=GROUP, ROWS=QUERY_TILE, KV_TILE=KV_TILE,
+            COMPUTE=COMPUTE, STAGES=STAGES, REST=REST,
+        ),
+    )  # fmt: skip
+
+
+@triton.jit
+def _attend_all(schedule, query, cache, mask, stripe, out, tile):
+    """Attention of the step's tiles of queries, of which each program takes some."""
+    num_tiles = tl.load(schedule.tile_starts_ptr + schedule.num_reqs)
+    row = tl.arange(0, tile.ROWS)
+    for work in range(tl.program_id(0), num_tiles * schedule.HEADS, tl.num_programs(0)):
+        query_tile = _load_tile(work, num_tiles, row, schedule, cache)
+        state, v_factor = _attend(query_tile, query, cache, mask, stripe, tile)
+        _write(query_tile, state, v_factor, cache, out, tile)
+
+
+@triton.jit
+def _load_tile(work, num_tiles, row, schedule, cache):
+    """Find the ``work``-th tile of queries of the step, and load the numbers of its request.
+
+    ``row`` ``[ROWS]`` int32 are the numbers of the tile's query rows.
+    """
+    head = work % schedule.HEADS
+    # The last tiles see most keys, so they start first.
+    number = num_tiles - 1 - work // schedule.HEADS
+    req = 0
+    above = schedule.num_reqs
+    for _ in range(schedule.REQ_STEPS):
+        middle = (req + above) // 2
+        go = (above - req > 1) & (tl.load(schedule.tile_starts_ptr + middle) <= number)
+        stay = (above - req > 1) & (not go)
+        req = tl.where(go, middle, req)
+        above = tl.where(stay, middle, above)
+    number = number - tl.load(schedule.tile_starts_ptr + req)
+    begin = tl.load(schedule.query_start_ptr + req)
+    query_len = tl.load(schedule.query_start_ptr + req + 1) - begin
+    kv_len = query_len
+    if cache.BLOCK_SIZE > 0:
+        kv_len = tl.load(schedule.seq_lens_ptr + req)
+    context = tl.maximum(kv_len - query_len, 0)
+    if schedule.first_ptr is not None:
+        context = tl.load(schedule.first_ptr + req)
+    return _QueryTile(
+        row=row, head=head, req=req, number=number, begin=begin, query_len=query_len, kv_len=kv_len,
+        context=context,
+    )  # fmt: skip
+
+
+@triton.jit
+def _load_queries(offset, wanted, heads, position, kv_head, query, cache, tile):
+    """Load the queries of a tile, and the factor of its outputs.
+
+    ``offset`` ``[ROWS]`` int64 are offsets of queries, ``heads`` ``[ROWS]`` int32 their heads.
+    """
+    natural, v_factor = factors_of(kv_head, query, cache)
+    q0, q1, q2, q3, scales = prepared_queries(offset, wanted, natural, query, cache, tile.COMPUTE)
+    if tile.REST > 0:
+        rest = cache.K_WIDTH + tl.arange(0, tile.REST)
+        at_rest = query.query_ptr + offset[:, None] + rest[None, :]
+        q1 = tl.load(at_rest, mask=wanted[:, None], other=0.0).to(tile.COMPUTE)
+    slope = scales
+    if query.ALIBI > 0:
+        slope = tl.load(query.slopes_ptr + heads).to(tl.float32)
+    return Queries(q0, q1, q2, q3, position=position, scale=scales, slope=slope), v_factor
+
+
+@triton.jit
+def _attend(query_tile, query, cache, mask, stripe, tile):
+    """Attention of one tile of queries.
+
+    Returns:
+        The tile's state, and the factor of its outputs, fp32.
+    """
+    KV_TILE: tl.constexpr = tile.KV_TILE
+    EDGES: tl.constexpr = mask.WINDOW or mask.CHUNK or mask.RSWA
+    req = query_tile.req
+    token = query_tile.number * tile.ROWS + query_tile.row
+    wanted = token < query_tile.query_len
+    context = query_tile.context
+    position = context + token
+    first = context + query_tile.number * tile.ROWS
+    last = context + tl.minimum((query_tile.number + 1) * tile.ROWS, query_tile.query_len) - 1
+    kv_len = query_tile.kv_len
+    if stripe.DCP:
+        position = local_position(position, stripe.size, stripe.rank, stripe.interleave)
+        first = local_position(first, stripe.size, stripe.rank, stripe.interleave)
+        last = local_position(last, stripe.size, stripe.rank, stripe.interleave)
+        kv_len = local_len(kv_len, stripe.size, stripe.rank, stripe.interleave)
+    kv_head = query_tile.head // tile.GROUP
+    at = query_tile.begin + token
+    heads = query_tile.row * 0 + query_tile.head
+    offset = at.to(tl.int64) * query.query_token + query_tile.head * query.query_head
+    queries, v_factor = _load_queries(offset, wanted, heads, position, kv_head, query, cache, tile)
+    causal, prefix = causal_and_prefix(req, kv_len, mask)
+    ranges = mask.ranges_ptr
+    if mask.RANGES:
+        ranges = mask.ranges_ptr + req.to(tl.int64) * mask.num_ranges * 2
+    start, stop = keys_seen(first, last, kv_len, causal, ranges, mask)
+    all_low, all_high = seen_by_all(first, last, kv_len, causal, mask, mask.RSWA)
+    table = cache.table_ptr
+    k_base = kv_head.to(tl.int64) * cache.k_head
+    v_base = kv_head.to(tl.int64) * cache.v_head
+    if cache.BLOCK_SIZE > 0:
+        table = cache.table_ptr + req.to(tl.int64) * cache.table_row
+    else:
+        k_base += query_tile.begin.to(tl.int64) * cache.k_token
+        v_base += query_tile.begin.to(tl.int64) * cache.v_token
+    s_base = kv_head.to(tl.int64) * cache.s_head
+    safe_low, hole = readable(start, prefix, cache, mask, KV_TILE)
+    keys = Keys(
+        table_ptr=table, ranges_ptr=ranges, kv_len=kv_len, causal=causal, prefix=prefix,
+        safe_low=safe_low, hole=hole, k_base=k_base, v_base=v_base, s_base=s_base,
+    )  # fmt: skip
+    low = start // KV_TILE
+    high = tl.cdiv(stop, KV_TILE)
+    full_low = tl.cdiv(all_low, KV_TILE)
+    full_high = tl.maximum(all_high // KV_TILE, full_low)
+    state = empty_state(
+        tl.full([tile.ROWS], float("-inf"), tl.float32), tl.zeros([tile.ROWS], tl.float32),
+        tile.ROWS, cache.V_WIDTH,
+    )  # fmt: skip
+    if EDGES or mask.RANGES:
+        if mask.RSWA:
+            prefix_tiles = tl.minimum(tl.cdiv(prefix, KV_TILE), high)
+            state = _attend_run(
+                state, queries, keys, 0, prefix_tiles, query, cache, mask, tile, True
+            )
+            low = tl.maximum(low, prefix_tiles)
+        edge = tl.minimum(full_low, high)
+        state = _attend_run(state, queries, keys, low, edge, query, cache, mask, tile, True)
+        low = tl.maximum(low, edge)
+    full = tl.minimum(full_high, high)
+    state = _attend_run(state, queries, keys, low, full, query, cache, mask, tile, False)
+    state = _attend_run(
+        state, queries, keys, tl.maximum(low, full), high, query, cache, mask, tile, True
+    )
+    m = state.m
+    if query.SIMPLE:
+        m = m * queries.scale
+    return State(m, state.l, state.acc0, state.acc1, state.acc2, state.acc3), v_factor
+
+
+@triton.jit
+def _attend_run(state, queries, keys, low, high, query, cache, mask, tile, MASK: tl.constexpr):
+    """The state over the tiles ``[low, high)`` too, see :func:`attend_tiles`."""
+    state, _ = attend_tiles(
+        state, state, queries, keys, None, Run(low, high, full_low=0, full_high=0), query, cache,
+        mask, None, None, tile, MASK, False,
+    )  # fmt: skip
+    return state
+
+
+@triton.jit
+def _write(query_tile, state, v_factor, cache, out, tile):
+    """Write the results of a tile of queries."""
+    heads = query_tile.row * 0 + query_tile.head
+    token = recomputed(query_tile.number, cache.DECODE) * tile.ROWS + query_tile.row
+    rows = Rows(token=query_tile.begin + token, head=heads, wanted=token < query_tile.query_len)
+    write_state(state, rows, out, v_factor, cache.PLANES)

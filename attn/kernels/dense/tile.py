@@ -9,9 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn.kernels.lang.masks import biased, masked, own_range, reach_of
+from attn.kernels.lang.groups import State
+from attn.kernels.lang.masks import biased, last_visible, masked, own_range, reach_of
 from attn.kernels.lang.stored import PLAIN, plane_of
-from builders.splitkv.device.segments import segment_start
+from builders.splitkv.device.segments import first_visible, segment_start
 
 _PLAIN = tl.constexpr(PLAIN)
 
@@ -186,348 +187,402 @@ def store_state(
 
 
 @triton.jit
-def attend_tiles(
-    m,
-    l,
-    acc0,
-    acc1,
-    acc2,
-    acc3,
-    M,
-    L,
-    A0,
-    A1,
-    A2,
-    A3,
-    segment,
-    states_ptr,
-    sums_ptr,
-    slot,
-    stores,
-    q0,
-    q1,
-    q2,
-    q3,
-    query,
-    scale,
-    slope,
-    soft_cap,
-    key_ptr,
-    value_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    table_ptr,
-    k_base,
-    v_base,
-    k_block,
-    k_token,
-    v_block,
-    v_token,
-    s_base,
-    s_block,
-    s_token,
-    low,
-    high,
-    safe_low,
-    safe_high,
-    hole,
-    kv_len,
-    causal,
-    window,
-    chunk,
-    lookback,
-    prefix,
-    ranges_ptr,
-    num_ranges,
-    full_low,
-    full_high,
-    MASK: tl.constexpr,
-    SAME_ROWS: tl.constexpr,
-    HOLE: tl.constexpr,
-    SEGMENT_UNIT: tl.constexpr,
-    KV_TILE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    K_WIDTH: tl.constexpr,
-    K_USED: tl.constexpr,
-    V_WIDTH: tl.constexpr,
-    V_USED: tl.constexpr,
-    KIND: tl.constexpr,
-    PLANES: tl.constexpr,
-    INLINE: tl.constexpr,
-    DECODE: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    ALIGN: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    RSWA: tl.constexpr,
-    RANGES: tl.constexpr,
-    CLAMP: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    SIMPLE: tl.constexpr,
-    SEGMENTED: tl.constexpr,
-    DEPENDS_ON_BATCH: tl.constexpr,
-    USED: tl.constexpr,
-    STAGES: tl.constexpr,
-    REST: tl.constexpr = 0,
-):
-    """Online softmax over key tiles ``[low, high)`` for one tile of query rows.
+def causal_and_prefix(req, kv_len, mask):
+    """Whether a request is causal, int32, and the number of its first keys that all queries see."""
+    causal = 1
+    if mask.CAUSAL == 2:
+        causal = tl.load(mask.causal_ptr + req).to(tl.int32)
+    prefix = 0
+    if mask.RSWA:
+        # Engines may pass the largest int32 for "all keys"; rounding that up to a tile would
+        # overflow.
+        prefix = tl.minimum(tl.load(mask.prefix_ptr + req), kv_len)
+    return causal, prefix
 
-    Shapes: m and l are ``[M]`` fp32. There is one acc ``[M, V_WIDTH]`` and one q ``[M, K_WIDTH]``
-    for each plane of words. query ``[M]`` holds positions. scale ``[M]`` includes log2(e) unless
-    SOFT_CAP. With BLOCK_SIZE 0 there is no block table, and keys lie one after another.
 
-    MASK False says that every row sees every key of the tiles. With MASK, every row still sees all
-    keys of the tiles ``[full_low, full_high)``. Only slots in ``[safe_low, safe_high)`` are read,
-    and with HOLE those below ``hole`` too.
+@triton.jit
+def keys_seen(first, last, kv_len, causal, ranges_ptr, mask):
+    """The keys ``[start, stop)`` that queries from position ``first`` to ``last`` may see.
 
-    SEGMENTED closes a state at the end of each segment; with DEPENDS_ON_BATCH it closes one state,
-    at ``high``. The state goes to slot ``slot + segment`` if ``stores``, else it is folded into M,
-    L and A*. l is then ``[M, KV_TILE]``, and is summed over its columns when the state closes.
+    ``ranges_ptr`` points to the request's ranges ``[num_ranges, 2]``. Prefixes are left out.
+    """
+    start = first_visible(
+        first, last, mask.window, mask.chunk, mask.lookback, ranges_ptr, mask.num_ranges,
+        mask.WINDOW or mask.CHUNK or mask.RSWA, mask.CHUNK, mask.RANGES, mask.CLAMP,
+    )  # fmt: skip
+    return start, last_visible(first, last, kv_len, causal, ranges_ptr, mask, mask.RSWA)
 
-    SIMPLE says that scores are only multiplied by the scale; m is then the maximum of the unscaled
-    scores. SAME_ROWS says that values have the strides of keys. REST is the number of key columns
-    beyond K_WIDTH, which are multiplied by q1 ``[M, REST]``.
 
-    Returns:
-        m, l, acc0 to acc3, M, L and A0 to A3, updated.
+@triton.jit
+def readable(start, prefix, cache, mask, KV_TILE: tl.constexpr):
+    """Which slots of a request may be read: those from ``safe_low`` on, and those below ``hole``.
+
+    Queries see keys from ``start`` on, and with RSWA the first ``prefix`` keys.
+    """
+    RUN: tl.constexpr = (
+        KV_TILE if cache.BLOCK_SIZE % KV_TILE == 0 else (cache.BLOCK_SIZE & -cache.BLOCK_SIZE)
+    )
+    safe_low = start
+    hole = 0
+    if mask.RSWA:
+        # Slots between prefix and window, if any, are seen by no query: never read them.
+        apart = tl.cdiv(prefix, RUN) * RUN < start
+        safe_low = tl.where(apart, start, 0)
+        hole = tl.where(apart, prefix, 0)
+    return safe_low, hole
+
+
+@triton.jit
+def empty_state(m, l, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """The state of no keys, from its maxima and sums; its outputs are ``[ROWS, WIDTH]``."""
+    acc = tl.zeros([ROWS, WIDTH], tl.float32)
+    return State(m, l, acc, acc, acc, acc)
+
+
+@triton.jit
+def fold_states(state, m, l, new, PLANES: tl.constexpr):
+    """Fold two states of PLANES planes; ``m`` and ``l`` replace those of the second, ``new``."""
+    top, sums, acc0 = fold(state.m, state.l, state.acc0, m, l, new.acc0)
+    acc1 = state.acc1
+    acc2 = state.acc2
+    acc3 = state.acc3
+    if PLANES > 1:
+        _, _, acc1 = fold(state.m, state.l, acc1, m, l, new.acc1)
+    if PLANES > 2:
+        _, _, acc2 = fold(state.m, state.l, acc2, m, l, new.acc2)
+        _, _, acc3 = fold(state.m, state.l, acc3, m, l, new.acc3)
+    return State(top, sums, acc0, acc1, acc2, acc3)
+
+
+@triton.jit
+def store_planes(scratch, slot, m, l, state):
+    """Store a state in a slot of ``scratch``; ``m`` and ``l`` ``[ROWS]`` replace its own."""
+    store_state(
+        scratch.states_ptr, scratch.sums_ptr, slot, m, l, state.acc0, state.acc1, state.acc2,
+        state.acc3, scratch.USED, scratch.WIDTH, scratch.PLANES,
+    )  # fmt: skip
+
+
+@triton.jit
+def _pages_of(number, keys, cache, mask, KV_TILE: tl.constexpr):
+    """The page of each run of tokens of tile ``number``, int32."""
+    SUB: tl.constexpr = (
+        KV_TILE if cache.BLOCK_SIZE % KV_TILE == 0 else (cache.BLOCK_SIZE & -cache.BLOCK_SIZE)
+    )
+    PARTS: tl.constexpr = cache.BLOCK_SIZE // SUB
+    LOW: tl.constexpr = mask.WINDOW or mask.CHUNK or mask.RSWA
+    return page_ids(
+        keys.table_ptr, number, keys.safe_low, keys.kv_len, keys.hole, SUB, PARTS, KV_TILE // SUB,
+        LOW, mask.RSWA,
+    )  # fmt: skip
+
+
+@triton.jit
+def _rows_of(
+    pages, number, keys, stride_block, stride_token, cache, mask, KV_TILE: tl.constexpr,
+    CLAMP: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """The int64 offset of each token of tile ``number``, whose pages :func:`_pages_of` found.
+
+    The strides are those of the cache's keys, of its values or of their factors. CLAMP says that
+    some of the tokens may be in slots that must not be read.
     """
     SUB: tl.constexpr = (
-        KV_TILE if BLOCK_SIZE == 0 or BLOCK_SIZE % KV_TILE == 0 else (BLOCK_SIZE & -BLOCK_SIZE)
+        KV_TILE if cache.BLOCK_SIZE % KV_TILE == 0 else (cache.BLOCK_SIZE & -cache.BLOCK_SIZE)
     )
-    PAGES: tl.constexpr = KV_TILE // SUB
-    PARTS: tl.constexpr = BLOCK_SIZE // SUB
-    LOW: tl.constexpr = WINDOW or CHUNK or RSWA
+    PARTS: tl.constexpr = cache.BLOCK_SIZE // SUB
+    LOW: tl.constexpr = mask.WINDOW or mask.CHUNK or mask.RSWA
+    return paged_rows(
+        pages, number, keys.safe_low, keys.kv_len, keys.hole, stride_block, stride_token, CLAMP,
+        SUB, PARTS, KV_TILE // SUB, LOW, mask.RSWA, ALIGN,
+    )  # fmt: skip
+
+
+@triton.jit
+def _products(queries, words, rest, cache, tile):
+    """Products ``[ROWS, KV_TILE]`` fp32 of queries with stored keys ``words [KV_TILE, K_WIDTH]``.
+
+    ``rest [KV_TILE, REST]`` are the further columns of the keys; they are read with REST.
+    """
+    IEEE: tl.constexpr = tl.float32 == tile.COMPUTE
+    KIND: tl.constexpr = cache.KIND
+    DECODE: tl.constexpr = cache.DECODE
+    scores = tl.zeros([queries.scale.shape[0], tile.KV_TILE], tl.float32)
+    k0 = plane_of(words, 0, KIND, DECODE).to(tile.COMPUTE)
+    scores = scores_of(queries.q0, k0, scores, IEEE)
+    if tile.REST > 0:
+        scores = scores_of(queries.q1, rest.to(tile.COMPUTE), scores, IEEE)
+    if cache.PLANES > 1:
+        k1 = plane_of(words, 1, KIND, DECODE).to(tile.COMPUTE)
+        scores = scores_of(queries.q1, k1, scores, IEEE)
+    if cache.PLANES > 2:
+        k2 = plane_of(words, 2, KIND, DECODE).to(tile.COMPUTE)
+        scores = scores_of(queries.q2, k2, scores, IEEE)
+        k3 = plane_of(words, 3, KIND, DECODE).to(tile.COMPUTE)
+        scores = scores_of(queries.q3, k3, scores, IEEE)
+    return scores
+
+
+@triton.jit
+def _weights_of(scores, m, scale, SIMPLE: tl.constexpr, MASK: tl.constexpr):
+    """Softmax of one tile of keys, relative to the maxima so far.
+
+    With SIMPLE, ``scores [ROWS, KV_TILE]`` are still to be multiplied by ``scale [ROWS]``. MASK
+    says that a row may see no key yet.
+
+    Returns:
+        The new maxima ``[ROWS]``, the weights ``[ROWS, KV_TILE]``, and the factor ``[ROWS]`` of
+        sums over earlier tiles.
+    """
+    top = tl.maximum(m, tl.max(scores, 1))
+    base = top
+    if MASK:
+        base = tl.where(top == float("-inf"), 0.0, top)
+    weights = scores - base[:, None]
+    alpha = m - base
+    if SIMPLE:
+        # Subtract before scaling: the largest score then has an exponent of exactly 0.
+        # fma(scores, scale, -base * scale) would leave the rounding error of base * scale
+        # there, which is large for huge scores.
+        weights = weights * scale[:, None]
+        alpha = alpha * scale
+    weights = tl.exp2(weights)
+    alpha = tl.exp2(alpha)
+    return top, weights, alpha
+
+
+@triton.jit
+def _with_values(state, m, l, alpha, weights, words, cache, COMPUTE: tl.constexpr):
+    """Add the weighted values of one tile to a state.
+
+    ``weights [ROWS, KV_TILE]`` are of type COMPUTE, ``words [KV_TILE, V_WIDTH]`` the stored values.
+    ``m`` and ``l`` are the maxima and sums of the new state, ``alpha [ROWS]`` the factor of its
+    earlier outputs.
+    """
+    IEEE: tl.constexpr = tl.float32 == COMPUTE
+    KIND: tl.constexpr = cache.KIND
+    DECODE: tl.constexpr = cache.DECODE
+    v0 = plane_of(words, 0, KIND, DECODE).to(COMPUTE)
+    acc0 = dot(weights, v0, state.acc0 * alpha[:, None], IEEE)
+    acc1 = state.acc1
+    acc2 = state.acc2
+    acc3 = state.acc3
+    if cache.PLANES > 1:
+        v1 = plane_of(words, 1, KIND, DECODE).to(COMPUTE)
+        acc1 = dot(weights, v1, acc1 * alpha[:, None], IEEE)
+    if cache.PLANES > 2:
+        v2 = plane_of(words, 2, KIND, DECODE).to(COMPUTE)
+        acc2 = dot(weights, v2, acc2 * alpha[:, None], IEEE)
+        v3 = plane_of(words, 3, KIND, DECODE).to(COMPUTE)
+        acc3 = dot(weights, v3, acc3 * alpha[:, None], IEEE)
+    return State(m, l, acc0, acc1, acc2, acc3)
+
+
+@triton.jit
+def attend_tiles(
+    state, total, queries, keys, slots, run, query, cache, mask, plan, scratch, tile,
+    MASK: tl.constexpr, SEGMENTED: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over a run of tiles of keys, for one tile of query rows.
+
+    With SEGMENTED, a state is closed at the end of each segment; if the plan depends on the batch,
+    one state is closed at the end of the run. A closed state is stored if ``slots.stores``, else it
+    is folded into ``total``. The sums of ``state`` are then ``[ROWS, KV_TILE]``, and are summed
+    over their columns when the state closes.
+
+    If the query is SIMPLE, the maxima of ``state`` are those of the unscaled scores.
+
+    Args:
+        state: a ``State``, over the keys before the run; with SEGMENTED the empty one.
+        total: a ``State`` over closed segments.
+        queries: the ``Queries`` of the tile.
+        keys: the ``Keys`` of the request.
+        slots: ``Slots`` for segments; read with SEGMENTED.
+        run: a ``Run`` of tiles.
+        query: the ``Query``.
+        cache: the ``Cache``.
+        mask: the ``Mask``.
+        plan: the ``Plan``; read with SEGMENTED.
+        scratch: the ``Scratch`` that closed states are stored in; read with SEGMENTED.
+        tile: the ``Tile``.
+        MASK: False if every row sees every key of the run. With MASK, every row still sees all keys
+            of the tiles from ``run.full_low`` to ``run.full_high``.
+        SEGMENTED: whether the state is closed.
+
+    Returns:
+        ``state`` and ``total``, updated.
+    """
+    KV_TILE: tl.constexpr = tile.KV_TILE
+    ROWS: tl.constexpr = state.m.shape[0]
+    COMPUTE: tl.constexpr = tile.COMPUTE
+    LOW: tl.constexpr = mask.WINDOW or mask.CHUNK or mask.RSWA
     IEEE: tl.constexpr = tl.float32 == COMPUTE
     # Only tiles of at least 64 rows can be multiplied by warp groups, which is asynchronous.
-    ASYNCHRONOUS: tl.constexpr = m.shape[0] >= 64
-    kc = tl.arange(0, K_WIDTH)
-    vc = tl.arange(0, V_WIDTH)
+    ASYNCHRONOUS: tl.constexpr = ROWS >= 64
+    kc = tl.arange(0, cache.K_WIDTH)
+    vc = tl.arange(0, cache.V_WIDTH)
     within = tl.arange(0, KV_TILE)
-    WORD: tl.constexpr = key_ptr.dtype.element_ty.primitive_bitwidth // 8
-    BYTES: tl.constexpr = ALIGN * WORD if ALIGN * WORD < 16 else 16
-    keys_at = tl.multiple_of(key_ptr + k_base, BYTES)
-    values_at = tl.multiple_of(value_ptr + v_base, BYTES)
-    pages = tl.zeros([PAGES], tl.int32)
-    if BLOCK_SIZE > 0:
+    WORD: tl.constexpr = cache.key_ptr.dtype.element_ty.primitive_bitwidth // 8
+    BYTES: tl.constexpr = cache.ALIGN * WORD if cache.ALIGN * WORD < 16 else 16
+    keys_at = tl.multiple_of(cache.key_ptr + keys.k_base, BYTES)
+    values_at = tl.multiple_of(cache.value_ptr + keys.v_base, BYTES)
+    if SEGMENTED:
+        segment = slots.segment
+    if cache.BLOCK_SIZE > 0:
         # Page ids are loaded one tile ahead, so that the load of keys never waits for them. The
         # split-KV kernel has few products between two tiles and loads them two tiles ahead.
-        pages = page_ids(table_ptr, low, safe_low, safe_high, hole, SUB, PARTS, PAGES, LOW, HOLE)
+        pages = _pages_of(run.low, keys, cache, mask, KV_TILE)
         if SEGMENTED:
-            ahead = page_ids(
-                table_ptr, low + 1, safe_low, safe_high, hole, SUB, PARTS, PAGES, LOW, HOLE
-            )
+            ahead = _pages_of(run.low + 1, keys, cache, mask, KV_TILE)
     if MASK:
-        reach = reach_of(query, kv_len, causal, CAUSAL)
+        reach = reach_of(queries.position, keys.kv_len, keys.causal, mask.CAUSAL)
         range_first = reach
         range_last = reach
-        if RANGES:
+        if mask.RANGES:
             # This has a loop over ranges. Inside the loop over tiles it would keep Triton from
             # pipelining that loop.
-            range_first, range_last = own_range(query, ranges_ptr, num_ranges)
+            range_first, range_last = own_range(queries.position, keys.ranges_ptr, mask.num_ranges)
     if SEGMENTED:
-        segment_end = high
-        if not DEPENDS_ON_BATCH:
-            segment_end = segment_start(segment + 1) // SEGMENT_UNIT
-    for tile in tl.range(low, high, num_stages=STAGES):
-        token = tile * KV_TILE + within
-        if BLOCK_SIZE > 0:
-            k_rows = paged_rows(
-                pages,
-                tile,
-                safe_low,
-                safe_high,
-                hole,
-                k_block,
-                k_token,
-                MASK,
-                SUB,
-                PARTS,
-                PAGES,
-                LOW,
-                HOLE,
-                ALIGN,
-            )
+        segment_end = run.high
+        if not plan.DEPENDS_ON_BATCH:
+            segment_end = segment_start(segment + 1) // plan.SEGMENT_UNIT
+    for number in tl.range(run.low, run.high, num_stages=tile.STAGES):
+        token = number * KV_TILE + within
+        if cache.BLOCK_SIZE > 0:
+            k_rows = _rows_of(
+                pages, number, keys, cache.k_block, cache.k_token, cache, mask, KV_TILE, MASK,
+                cache.ALIGN,
+            )  # fmt: skip
             v_rows = k_rows
-            if not SAME_ROWS:
-                v_rows = paged_rows(
-                    pages,
-                    tile,
-                    safe_low,
-                    safe_high,
-                    hole,
-                    v_block,
-                    v_token,
-                    MASK,
-                    SUB,
-                    PARTS,
-                    PAGES,
-                    LOW,
-                    HOLE,
-                    ALIGN,
-                )
+            if not cache.SAME_ROWS:
+                v_rows = _rows_of(
+                    pages, number, keys, cache.v_block, cache.v_token, cache, mask, KV_TILE, MASK,
+                    cache.ALIGN,
+                )  # fmt: skip
         else:
-            near = tl.minimum(token, safe_high - 1).to(tl.int64)
-            k_rows = tl.multiple_of(near * k_token, ALIGN)
-            v_rows = tl.multiple_of(near * v_token, ALIGN)
+            near = tl.minimum(token, keys.kv_len - 1).to(tl.int64)
+            k_rows = tl.multiple_of(near * cache.k_token, cache.ALIGN)
+            v_rows = tl.multiple_of(near * cache.v_token, cache.ALIGN)
         k_at = keys_at + (k_rows[:, None] + kc[None, :])
         v_at = values_at + (v_rows[:, None] + vc[None, :])
-        if K_USED < K_WIDTH:
-            keys = tl.load(k_at, mask=(kc < K_USED)[None, :], other=0)
+        if cache.K_USED < cache.K_WIDTH:
+            k_words = tl.load(k_at, mask=(kc < cache.K_USED)[None, :], other=0)
         else:
-            keys = tl.load(k_at)
-        if REST > 0:
-            rest = tl.load(keys_at + (k_rows[:, None] + (K_WIDTH + tl.arange(0, REST))[None, :]))
-        if INLINE:
-            s_rows = s_base + paged_rows(
-                pages,
-                tile,
-                safe_low,
-                safe_high,
-                hole,
-                s_block,
-                s_token,
-                MASK,
-                SUB,
-                PARTS,
-                PAGES,
-                LOW,
-                HOLE,
-                1,
+            k_words = tl.load(k_at)
+        rest = k_words
+        if tile.REST > 0:
+            beyond = cache.K_WIDTH + tl.arange(0, tile.REST)
+            rest = tl.load(keys_at + (k_rows[:, None] + beyond[None, :]))
+        if cache.INLINE:
+            s_rows = keys.s_base + _rows_of(
+                pages, number, keys, cache.s_block, cache.s_token, cache, mask, KV_TILE, MASK, 1
             )
-            k_scale = tl.load(k_scale_ptr + s_rows)
-            v_scale = tl.load(v_scale_ptr + s_rows)
-        if BLOCK_SIZE > 0:
-            further = tile + 1
+            k_scale = tl.load(cache.k_inline_ptr + s_rows)
+            v_scale = tl.load(cache.v_inline_ptr + s_rows)
+        if cache.BLOCK_SIZE > 0:
+            further = number + 1
             if SEGMENTED:
                 # Triton does not pipeline a loop that hands a value on unchanged. Page ids are not
                 # negative, so this maximum changes nothing.
                 pages = tl.maximum(ahead, 0)
-                further = tile + 2
-            ahead = page_ids(
-                table_ptr, further, safe_low, safe_high, hole, SUB, PARTS, PAGES, LOW, HOLE
-            )
+                further = number + 2
+            ahead = _pages_of(further, keys, cache, mask, KV_TILE)
             if not SEGMENTED:
                 pages = ahead
 
-        zero = tl.zeros([m.shape[0], KV_TILE], tl.float32)
-        scores = scores_of(q0, plane_of(keys, 0, KIND, DECODE).to(COMPUTE), zero, IEEE)
-        if REST > 0:
-            scores = scores_of(q1, rest.to(COMPUTE), scores, IEEE)
-        if PLANES > 1:
-            scores = scores_of(q1, plane_of(keys, 1, KIND, DECODE).to(COMPUTE), scores, IEEE)
-        if PLANES > 2:
-            scores = scores_of(q2, plane_of(keys, 2, KIND, DECODE).to(COMPUTE), scores, IEEE)
-            scores = scores_of(q3, plane_of(keys, 3, KIND, DECODE).to(COMPUTE), scores, IEEE)
-        if not SIMPLE:
-            scores = scores * scale[:, None]
-            if INLINE:
+        scores = _products(queries, k_words, rest, cache, tile)
+        if not query.SIMPLE:
+            scores = scores * queries.scale[:, None]
+            if cache.INLINE:
                 scores = scores * k_scale[None, :]
-            distance = token[None, :] - query[:, None]
-            scores = biased(scores, distance, slope, soft_cap, SOFT_CAP, ALIBI, IEEE)
-            if INLINE:
+            distance = token[None, :] - queries.position[:, None]
+            scores = biased(
+                scores, distance, queries.slope, query.soft_cap, query.SOFT_CAP, query.ALIBI, IEEE
+            )
+            if cache.INLINE:
                 # The value's scale is added to the weight's exponent: a product of weight and scale
                 # could underflow.
                 scores = scores + tl.log2(v_scale)[None, :]
         if MASK:
-            edge = tile >= full_high
+            edge = number >= run.full_high
             if LOW:
-                edge = edge | (tile < full_low)
+                edge = edge | (number < run.full_low)
             if not SEGMENTED or ASYNCHRONOUS:
                 # No branch here: Triton fails to wait for products by warp group before a branch.
                 scores = masked(
-                    scores, query, token, reach, kv_len, window, chunk, lookback, prefix,
-                    range_first, range_last, CAUSAL, WINDOW, CHUNK, RSWA, RANGES, CLAMP,
+                    scores, queries.position, token, reach, keys.kv_len, keys.prefix, range_first,
+                    range_last, mask, mask.RSWA,
                 )  # fmt: skip
             elif edge:
                 scores = masked(
-                    scores, query, token, reach, kv_len, window, chunk, lookback, prefix,
-                    range_first, range_last, CAUSAL, WINDOW, CHUNK, RSWA, RANGES, CLAMP,
+                    scores, queries.position, token, reach, keys.kv_len, keys.prefix, range_first,
+                    range_last, mask, mask.RSWA,
                 )  # fmt: skip
-        top = tl.maximum(m, tl.max(scores, 1))
-        base = top
-        if MASK:
-            base = tl.where(top == float("-inf"), 0.0, top)
-        weights = scores - base[:, None]
-        alpha = m - base
-        if SIMPLE:
-            # Subtract before scaling: the largest score then has an exponent of exactly 0.
-            # fma(scores, scale, -base * scale) would leave the rounding error of base * scale
-            # there, which is large for huge scores.
-            weights = weights * scale[:, None]
-            alpha = alpha * scale
-        weights = tl.exp2(weights)
-        alpha = tl.exp2(alpha)
-        m = top
+        m, weights, alpha = _weights_of(scores, state.m, queries.scale, query.SIMPLE, MASK)
         parts = weights
-        if INLINE:
+        if cache.INLINE:
             parts = weights * (1.0 / v_scale)[None, :]
         if SEGMENTED:
-            l = l * alpha[:, None] + parts
+            l = state.l * alpha[:, None] + parts
         else:
-            l = l * alpha + tl.sum(parts, 1)
-        if V_USED < V_WIDTH:
-            values = tl.load(v_at, mask=(vc < V_USED)[None, :], other=0)
+            l = state.l * alpha + tl.sum(parts, 1)
+        if cache.V_USED < cache.V_WIDTH:
+            v_words = tl.load(v_at, mask=(vc < cache.V_USED)[None, :], other=0)
         else:
-            values = tl.load(v_at)
-        weights = weights.to(COMPUTE)
-        acc0 = dot(
-            weights, plane_of(values, 0, KIND, DECODE).to(COMPUTE), acc0 * alpha[:, None], IEEE
-        )
-        if PLANES > 1:
-            acc1 = dot(
-                weights, plane_of(values, 1, KIND, DECODE).to(COMPUTE), acc1 * alpha[:, None], IEEE
-            )
-        if PLANES > 2:
-            acc2 = dot(
-                weights, plane_of(values, 2, KIND, DECODE).to(COMPUTE), acc2 * alpha[:, None], IEEE
-            )
-            acc3 = dot(
-                weights, plane_of(values, 3, KIND, DECODE).to(COMPUTE), acc3 * alpha[:, None], IEEE
-            )
+            v_words = tl.load(v_at)
+        state = _with_values(state, m, l, alpha, weights.to(COMPUTE), v_words, cache, COMPUTE)
         if SEGMENTED:
-            closes = (tile + 1 == segment_end) | (tile + 1 == high)
+            closes = (number + 1 == segment_end) | (number + 1 == run.high)
             if closes:
-                total = tl.sum(l, 1)
-                highest = m
-                if SIMPLE:
-                    highest = m * scale
-                if stores:
-                    store_state(
-                        states_ptr, sums_ptr, slot + segment, highest, total, acc0, acc1, acc2,
-                        acc3, USED, V_WIDTH, PLANES,
-                    )  # fmt: skip
+                sums = tl.sum(state.l, 1)
+                highest = state.m
+                if query.SIMPLE:
+                    highest = state.m * queries.scale
+                if slots.stores:
+                    store_planes(scratch, slots.slot + segment, highest, sums, state)
                 else:
-                    M0 = M
-                    L0 = L
-                    M, L, A0 = fold(M0, L0, A0, highest, total, acc0)
-                    if PLANES > 1:
-                        _, _, A1 = fold(M0, L0, A1, highest, total, acc1)
-                    if PLANES > 2:
-                        _, _, A2 = fold(M0, L0, A2, highest, total, acc2)
-                        _, _, A3 = fold(M0, L0, A3, highest, total, acc3)
+                    total = fold_states(total, highest, sums, state, cache.PLANES)
                 if not ASYNCHRONOUS:
-                    m = tl.full([m.shape[0]], float("-inf"), tl.float32)
-                    l = tl.zeros([m.shape[0], KV_TILE], tl.float32)
-                    acc0 = tl.zeros([m.shape[0], V_WIDTH], tl.float32)
-                    if PLANES > 1:
-                        acc1 = acc0
-                    if PLANES > 2:
-                        acc2 = acc0
-                        acc3 = acc0
+                    state = _reset(state, KV_TILE, cache.PLANES)
                 segment += 1
-                if not DEPENDS_ON_BATCH:
-                    segment_end = segment_start(segment + 1) // SEGMENT_UNIT
+                if not plan.DEPENDS_ON_BATCH:
+                    segment_end = segment_start(segment + 1) // plan.SEGMENT_UNIT
             if ASYNCHRONOUS:
                 # This stays outside the branch: Triton fails to wait for products by warp group
                 # before a branch.
-                m = tl.where(closes, float("-inf"), m)
-                l = tl.where(closes, 0.0, l)
-                acc0 = tl.where(closes, 0.0, acc0)
-                if PLANES > 1:
-                    acc1 = tl.where(closes, 0.0, acc1)
-                if PLANES > 2:
-                    acc2 = tl.where(closes, 0.0, acc2)
-                    acc3 = tl.where(closes, 0.0, acc3)
-    return m, l, acc0, acc1, acc2, acc3, M, L, A0, A1, A2, A3
+                state = _emptied(state, closes, cache.PLANES)
+    return state, total
+
+
+@triton.jit
+def _reset(state, KV_TILE: tl.constexpr, PLANES: tl.constexpr):
+    """The state of no keys, with the shapes of ``state``, which has PLANES planes."""
+    m = tl.full([state.m.shape[0]], float("-inf"), tl.float32)
+    l = tl.zeros([state.m.shape[0], KV_TILE], tl.float32)
+    acc0 = tl.zeros(state.acc0.shape, tl.float32)
+    acc1 = state.acc1
+    acc2 = state.acc2
+    acc3 = state.acc3
+    if PLANES > 1:
+        acc1 = acc0
+    if PLANES > 2:
+        acc2 = acc0
+        acc3 = acc0
+    return State(m, l, acc0, acc1, acc2, acc3)
+
+
+@triton.jit
+def _emptied(state, closes, PLANES: tl.constexpr):
+    """A state of PLANES planes; the state of no keys if it ``closes``."""
+    m = tl.where(closes, float("-inf"), state.m)
+    l = tl.where(closes, 0.0, state.l)
+    acc0 = tl.where(closes, 0.0, state.acc0)
+    acc1 = state.acc1
+    acc2 = state.acc2
+    acc3 = state.acc3
+    if PLANES > 1:
+        acc1 = tl.where(closes, 0.0, acc1)
+    if PLANES > 2:
+        acc2 = tl.where(closes, 0.0, acc2)
+        acc3 = tl.where(closes, 0.0, acc3)
+    return State(m, l, acc0, acc1, acc2, acc3)

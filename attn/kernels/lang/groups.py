@@ -164,13 +164,13 @@ class Out(NamedTuple):
     """bool, whether outputs are e4m3."""
     LSE: tl.constexpr
     """bool, whether the LSE is written."""
-    HARDWARE_E4M3: tl.constexpr
-    """bool, whether the GPU has instructions for e4m3."""
-    COLUMNS: tl.constexpr
+    HARDWARE_E4M3: tl.constexpr = False
+    """bool, whether the GPU has instructions for e4m3; read with FP8_OUT."""
+    COLUMNS: tl.constexpr = 0
     """int, columns of a plane that are elements of the output; the rest is padding."""
-    SIZE: tl.constexpr
-    """int, elements of a head's output."""
-    KIND: tl.constexpr
+    SIZE: tl.constexpr = 0
+    """int, elements of a head's output; this and the next are read with COLUMNS."""
+    KIND: tl.constexpr = 0
     """int, how the cache stores elements, as in :mod:`attn.kernels.lang.stored`."""
 
 
@@ -203,3 +203,16 @@ class Rows(NamedTuple):
     """``[ROWS]`` int32, the query head."""
     wanted: tl.tensor
     """``[ROWS]`` bool, False for padding."""
+
+
+class Block(NamedTuple):
+    """Query rows of a work item: some tokens in a row, for some query heads of one KV head."""
+
+    token: tl.tensor
+    """int32, the first token in the step."""
+    tokens: tl.tensor
+    """int32, number of tokens."""
+    kv_head: tl.tensor
+    """int32, the KV head."""
+    in_group: tl.tensor
+    """int32, the first query head, counted from the KV head's first query head."""

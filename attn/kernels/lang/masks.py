@@ -14,56 +14,51 @@ from builders.splitkv.device.segments import first_visible
 
 @triton.jit
 def is_visible(
-    query,
-    key,
-    reach,
-    kv_len,
-    window,
-    chunk,
-    lookback,
-    prefix,
-    range_first,
-    range_last,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    RSWA: tl.constexpr,
-    RANGES: tl.constexpr,
-    CLAMP: tl.constexpr,
+    query, key, reach, kv_len, prefix, range_first, range_last, mask, RSWA: tl.constexpr
 ):
     """Whether a query sees a key, bool, for positions that broadcast against each other.
 
-    ``reach`` is the last key that causality and KV length leave to the query (:func:`reach_of`).
-    ``range_first`` and ``range_last`` are the first and last key of the query's own range
-    (:func:`own_range`).
+    Args:
+        query: int32, positions of queries.
+        key: int32, positions of keys.
+        reach: int32, the last key that causality and KV length leave to a query
+            (:func:`reach_of`).
+        kv_len: int32, keys of the request.
+        prefix: int32, number of first keys that all queries see; read with RSWA.
+        range_first: int32, the first key of a query's own ranges (:func:`own_range`).
+        range_last: int32, the last key of a query's own ranges.
+        mask: a ``Mask`` of :mod:`attn.kernels.lang.groups` or of its twin in ``structures``.
+        RSWA: whether queries see a window and the prefix only.
     """
     seen = key <= reach
-    if CHUNK:
-        seen = seen & (query // chunk - key // chunk <= lookback)
+    if mask.CHUNK:
+        seen = seen & (query // mask.chunk - key // mask.chunk <= mask.lookback)
     if RSWA:
-        seen = seen & ((query - key < window) | (key < prefix))
-    elif WINDOW and not CHUNK:
-        seen = seen & (query - key < window)
-        if CAUSAL != 1:
-            seen = seen & (key - query < window)
-    if RANGES:
+        seen = seen & ((query - key < mask.window) | (key < prefix))
+    elif mask.WINDOW and not mask.CHUNK:
+        seen = seen & (query - key < mask.window)
+        if mask.CAUSAL != 1:
+            seen = seen & (key - query < mask.window)
+    if mask.RANGES:
         inside = (key >= range_first) & (key <= range_last) & (key < kv_len)
-        if CLAMP:
-            inside = inside & (query - key < window)
+        if mask.CLAMP:
+            inside = inside & (query - key < mask.window)
         seen = seen | inside
     return seen
 
 
 @triton.jit
 def masked(
-    scores, query, key, reach, kv_len, window, chunk, lookback, prefix, range_first, range_last,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, RSWA: tl.constexpr,
-    RANGES: tl.constexpr, CLAMP: tl.constexpr,
-):  # fmt: skip
-    """Scores ``[M, N]`` of queries ``[M]`` and keys ``[N]``, -inf where a query does not see."""
+    scores, query, key, reach, kv_len, prefix, range_first, range_last, mask, RSWA: tl.constexpr
+):
+    """Scores ``[M, N]`` of queries ``[M]`` and keys ``[N]``, -inf where a query does not see.
+
+    ``reach``, ``range_first`` and ``range_last`` are ``[M]``; :func:`is_visible` describes them and
+    the other arguments.
+    """
     seen = is_visible(
-        query[:, None], key[None, :], reach[:, None], kv_len, window, chunk, lookback, prefix,
-        range_first[:, None], range_last[:, None], CAUSAL, WINDOW, CHUNK, RSWA, RANGES, CLAMP,
+        query[:, None], key[None, :], reach[:, None], kv_len, prefix, range_first[:, None],
+        range_last[:, None], mask, RSWA,
     )  # fmt: skip
     return tl.where(seen, scores, float("-inf"))
 
@@ -101,30 +96,21 @@ def reach_of(query, kv_len, causal, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def last_visible(
-    last,
-    kv_len,
-    causal,
-    window,
-    ranges_ptr,
-    num_ranges,
-    first,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    RSWA: tl.constexpr,
-    RANGES: tl.constexpr,
-):
-    """The end (exclusive) of the keys that queries at positions ``[first, last]`` may see."""
+def last_visible(first, last, kv_len, causal, ranges_ptr, mask, RSWA: tl.constexpr):
+    """The end (exclusive) of the keys that queries at positions ``[first, last]`` may see.
+
+    ``ranges_ptr`` points to the request's ranges ``[num_ranges, 2]``; ``causal`` is not 0 where the
+    request is causal, and is read where ``mask.CAUSAL`` is 2.
+    """
     stop = kv_len
-    if CAUSAL == 1:
+    if mask.CAUSAL == 1:
         stop = tl.minimum(kv_len, last + 1)
-    elif CAUSAL == 2:
+    elif mask.CAUSAL == 2:
         stop = tl.where(causal != 0, tl.minimum(kv_len, last + 1), kv_len)
-    if WINDOW and not CHUNK and not RSWA and CAUSAL != 1:
-        stop = tl.minimum(stop, last + window)
-    if RANGES:
-        for i in range(num_ranges):
+    if mask.WINDOW and not mask.CHUNK and not RSWA and mask.CAUSAL != 1:
+        stop = tl.minimum(stop, last + mask.window)
+    if mask.RANGES:
+        for i in range(mask.num_ranges):
             low = tl.load(ranges_ptr + 2 * i)
             high = tl.load(ranges_ptr + 2 * i + 1)
             meets = (low < high) & (low <= last) & (high >= first)
@@ -133,24 +119,23 @@ def last_visible(
 
 
 @triton.jit
-def seen_by_all(
-    first, last, kv_len, causal, window, chunk, lookback, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, CHUNK: tl.constexpr, RSWA: tl.constexpr,
-):  # fmt: skip
+def seen_by_all(first, last, kv_len, causal, mask, RSWA: tl.constexpr):
     """Keys ``[low, high)`` that every query at positions ``[first, last]`` sees.
 
-    Prefixes and ranges are left out: they can only add keys.
+    Prefixes and ranges are left out: they can only add keys. ``causal`` is read where
+    ``mask.CAUSAL`` is 2.
     """
     low = first_visible(
-        last, last, window, chunk, lookback, None, 0, WINDOW or CHUNK or RSWA, CHUNK, False, False
-    )
+        last, last, mask.window, mask.chunk, mask.lookback, None, 0,
+        mask.WINDOW or mask.CHUNK or RSWA, mask.CHUNK, False, False,
+    )  # fmt: skip
     high = kv_len
-    if CAUSAL == 1:
+    if mask.CAUSAL == 1:
         high = tl.minimum(kv_len, first + 1)
-    elif CAUSAL == 2:
+    elif mask.CAUSAL == 2:
         high = tl.where(causal != 0, tl.minimum(kv_len, first + 1), kv_len)
-    if WINDOW and not CHUNK and not RSWA and CAUSAL != 1:
-        high = tl.minimum(high, first + window)
+    if mask.WINDOW and not mask.CHUNK and not RSWA and mask.CAUSAL != 1:
+        high = tl.minimum(high, first + mask.window)
     return low, high
 
 

@@ -75,10 +75,7 @@ class Mask:
             first, last, self.window, self.chunk, self.lookback, ranges, self.num_ranges,
             self.WINDOW or self.CHUNK, self.CHUNK, self.RANGES, self.CLAMP,
         )  # fmt: skip
-        stop = last_visible(
-            last, kv_len, causal, self.window, ranges, self.num_ranges, first, self.CAUSAL,
-            self.WINDOW, self.CHUNK, False, self.RANGES,
-        )  # fmt: skip
+        stop = last_visible(first, last, kv_len, causal, ranges, self, False)
         return causal, start, stop
 
     @gluon.jit
@@ -87,10 +84,7 @@ class Mask:
 
         Ranges are left out: they can only add keys.
         """
-        return seen_by_all(
-            first, last, kv_len, causal, self.window, self.chunk, self.lookback, self.CAUSAL,
-            self.WINDOW, self.CHUNK, False,
-        )  # fmt: skip
+        return seen_by_all(first, last, kv_len, causal, self, False)
 
     @gluon.jit
     def own_range(self, query, req):
@@ -108,11 +102,7 @@ class Mask:
         ``reach`` ``[M]`` is the last key that causality and the request's length leave to a query.
         ``range_first`` and ``range_last`` ``[M]`` are the results of :meth:`own_range`.
         """
-        return masked(
-            scores, query, key, reach, kv_len, self.window, self.chunk, self.lookback, 0,
-            range_first, range_last, self.CAUSAL, self.WINDOW, self.CHUNK, False, self.RANGES,
-            self.CLAMP,
-        )  # fmt: skip
+        return masked(scores, query, key, reach, kv_len, 0, range_first, range_last, self, False)
 
 
 @gluon.jit

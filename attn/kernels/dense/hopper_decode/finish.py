@@ -128,9 +128,8 @@ def write_state(state, at, heads, wanted, columns, v_factor, out):
     ``wanted [M]`` is False are not written.
     """
     write_rows(
-        state.m, state.l, state.acc, at, heads, wanted, columns, columns >= 0, out.out_ptr,
-        out.lse_ptr, out.sinks_ptr, v_factor, out.output_scale_ptr, out.out_token, out.out_head,
-        out.lse_token, out.SINKS, out.FP8_OUT, out.LSE, True,
+        state.m, state.l, state.acc, at, heads, wanted, columns, columns >= 0, out, v_factor,
+        out.LSE, True,
     )  # fmt: skip
 
 
