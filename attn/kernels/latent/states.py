@@ -16,6 +16,7 @@ import triton.language as tl
 
 from attn.kernels.dense.query_rows import fold_parts, write_rows
 from attn.kernels.dense.tile import recomputed, store_state
+from attn.kernels.lang.groups import Block, Out, Scratch
 from attn.kernels.lang.stored import plane_columns
 from builders.splitkv.record import (
     ROW_FIELDS,
@@ -134,14 +135,24 @@ def write_row(
     valid = index < USED
     columns = plane_columns(index, 0, SIZE, KIND)
     write_rows(
-        m, l, acc0, at, head, wanted, columns, valid, out_ptr, lse_ptr, None, factor, None,
-        out_token, out_head, lse_token, False, False, LSE, False,
+        m, l, acc0, at, head, wanted, columns, valid,
+        Out(
+            out_ptr=out_ptr, lse_ptr=lse_ptr, sinks_ptr=None, output_scale_ptr=None,
+            out_token=out_token, out_head=out_head, lse_token=lse_token, SINKS=False,
+            FP8_OUT=False, LSE=LSE,
+        ),
+        factor, LSE, False,
     )  # fmt: skip
     if PLANES > 1:
         columns = plane_columns(index, 1, SIZE, KIND)
         write_rows(
-            m, l, acc1, at, head, wanted, columns, valid, out_ptr, lse_ptr, None, factor, None,
-            out_token, out_head, lse_token, False, False, False, False,
+            m, l, acc1, at, head, wanted, columns, valid,
+            Out(
+                out_ptr=out_ptr, lse_ptr=lse_ptr, sinks_ptr=None, output_scale_ptr=None,
+                out_token=out_token, out_head=out_head, lse_token=lse_token, SINKS=False,
+                FP8_OUT=False, LSE=LSE,
+            ),
+            factor, False, False,
         )  # fmt: skip
 
 
@@ -207,10 +218,18 @@ def close_segment(
             tl.debug_barrier()
             target = tl.where(is_last, prefix, spare)
             fold_parts(
-                0, in_group, token, count, spare, 1, held, target, (is_last & writes) == 0,
-                states_ptr, sums_ptr, out_ptr, lse_ptr, None, factor, None, out_token, out_head,
-                lse_token, NUM_HEADS, TILE_HEADS, CELLS, WIDTH, PLANES, KIND, USED, SIZE,
-                FINISH_ROWS, FINISH_WIDTH, False, False, LSE, False,
+                Block(token=token, tokens=count, kv_head=0, in_group=in_group), spare, 1, held,
+                target, (is_last & writes) == 0,
+                Scratch(
+                    states_ptr=states_ptr, sums_ptr=sums_ptr, USED=CELLS, WIDTH=WIDTH,
+                    PLANES=PLANES, FINISH_ROWS=FINISH_ROWS, FINISH_WIDTH=FINISH_WIDTH,
+                ),
+                Out(
+                    out_ptr=out_ptr, lse_ptr=lse_ptr, sinks_ptr=None, output_scale_ptr=None,
+                    out_token=out_token, out_head=out_head, lse_token=lse_token, SINKS=False,
+                    FP8_OUT=False, LSE=LSE, COLUMNS=USED, SIZE=SIZE, KIND=KIND,
+                ),
+                factor, NUM_HEADS, TILE_HEADS,
             )  # fmt: skip
             tl.debug_barrier()
 
@@ -281,11 +300,19 @@ def finish_row(
                             tl.store(counter, 0)
                 if goes_on:
                     fold_parts(
-                        0, in_group, token, count, slot, after, count_of,
-                        target, stores, states_ptr, sums_ptr, out_ptr, lse_ptr, None,
-                        factor, None, out_token, out_head, lse_token, NUM_HEADS, TILE_HEADS,
-                        CELLS, WIDTH, PLANES, KIND, USED, SIZE, FINISH_ROWS, FINISH_WIDTH,
-                        False, False, LSE, False,
+                        Block(token=token, tokens=count, kv_head=0, in_group=in_group), slot,
+                        after, count_of, target, stores,
+                        Scratch(
+                            states_ptr=states_ptr, sums_ptr=sums_ptr, USED=CELLS, WIDTH=WIDTH,
+                            PLANES=PLANES, FINISH_ROWS=FINISH_ROWS, FINISH_WIDTH=FINISH_WIDTH,
+                        ),
+                        Out(
+                            out_ptr=out_ptr, lse_ptr=lse_ptr, sinks_ptr=None, output_scale_ptr=None,
+                            out_token=out_token, out_head=out_head, lse_token=lse_token,
+                            SINKS=False, FP8_OUT=False, LSE=LSE, COLUMNS=USED, SIZE=SIZE,
+                            KIND=KIND,
+                        ),
+                        factor, NUM_HEADS, TILE_HEADS,
                     )  # fmt: skip
                     # The next group's state is stored where this group's was read.
                     tl.debug_barrier()

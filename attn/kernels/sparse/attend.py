@@ -17,6 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from attn.kernels.dense.query_rows import load_query, load_state, write_rows
 from attn.kernels.dense.tile import dot, fold, scores_of, store_state
 from attn.kernels.lang.constants import LOG2E
+from attn.kernels.lang.groups import Out
 from attn.kernels.lang.numerics import saturate_to, to_float32
 from attn.kernels.lang.stored import E4M3
 from attn.kernels.sparse.listed_rows import elements_of, listed_ids, row_offsets, weights_of
@@ -97,8 +98,13 @@ def _write(
     """Write output and LSE of some heads of one token; ``acc`` is ``[ROWS, WIDTH]``."""
     columns = tl.arange(0, acc.shape[1])
     write_rows(
-        m, l, acc, head * 0 + token, head, wanted, columns, columns >= 0, out_ptr, lse_ptr,
-        sinks_ptr, factor, None, out_token, out_head, lse_token, SINKS, False, LSE, False,
+        m, l, acc, head * 0 + token, head, wanted, columns, columns >= 0,
+        Out(
+            out_ptr=out_ptr, lse_ptr=lse_ptr, sinks_ptr=sinks_ptr, output_scale_ptr=None,
+            out_token=out_token, out_head=out_head, lse_token=lse_token, SINKS=SINKS,
+            FP8_OUT=False, LSE=LSE,
+        ),
+        factor, LSE, False,
     )  # fmt: skip
 
 
@@ -324,6 +330,11 @@ def fold_states_kernel(
         factor = tl.load(factor_ptr)
     at = row * 0 + token
     write_rows(
-        m, l, acc, at, head, wanted, columns, columns >= 0, out_ptr, lse_ptr, sinks_ptr, factor,
-        None, out_token, out_head, lse_token, SINKS, False, LSE, False,
+        m, l, acc, at, head, wanted, columns, columns >= 0,
+        Out(
+            out_ptr=out_ptr, lse_ptr=lse_ptr, sinks_ptr=sinks_ptr, output_scale_ptr=None,
+            out_token=out_token, out_head=out_head, lse_token=lse_token, SINKS=SINKS,
+            FP8_OUT=False, LSE=LSE,
+        ),
+        factor, LSE, False,
     )  # fmt: skip

@@ -18,6 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from attn.kernels.dense.query_rows import load_query, write_rows
 from attn.kernels.dense.tile import dot, halves_of, scores_of, store_state
 from attn.kernels.lang.constants import LOG2E
+from attn.kernels.lang.groups import Out
 from attn.kernels.lang.numerics import INTERPRETED, saturate_to, to_float32
 from attn.kernels.sparse.listed_rows import SPREAD, elements_of, listed_ids, row_offsets, weights_of
 
@@ -297,10 +298,21 @@ def sparse_mla_many_kernel(
     if SEGMENTS == 1:
         at = head * 0 + token
         write_rows(
-            m, sums, acc0, at, head, wanted, column, column >= 0, out_ptr, lse_ptr, sinks_ptr,
-            factor, None, out_token, out_head, lse_token, SINKS, False, LSE, False,
+            m, sums, acc0, at, head, wanted, column, column >= 0,
+            Out(
+                out_ptr=out_ptr, lse_ptr=lse_ptr, sinks_ptr=sinks_ptr, output_scale_ptr=None,
+                out_token=out_token, out_head=out_head, lse_token=lse_token, SINKS=SINKS,
+                FP8_OUT=False, LSE=LSE,
+            ),
+            factor, LSE, False,
         )  # fmt: skip
         write_rows(
-            m, sums, acc1, at, head, wanted, column, column >= 0, out_ptr + HALF, lse_ptr,
-            sinks_ptr, factor, None, out_token, out_head, lse_token, SINKS, False, False, False,
+            m, sums, acc1, at, head, wanted, column, column >= 0,
+            Out(
+                out_ptr=out_ptr + HALF, lse_ptr=lse_ptr, sinks_ptr=sinks_ptr,
+                output_scale_ptr=None,
+                out_token=out_token, out_head=out_head, lse_token=lse_token, SINKS=SINKS,
+                FP8_OUT=False, LSE=LSE,
+            ),
+            factor, False, False,
         )  # fmt: skip

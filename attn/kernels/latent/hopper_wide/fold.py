@@ -13,6 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from attn.kernels.dense.query_rows import write_rows
+from attn.kernels.lang.groups import Out
 from builders.splitkv.record import (
     ROW_FIELDS,
 )
@@ -125,6 +126,11 @@ def fold_cuts_kernel(
         column = tl.arange(0, _WIDTH)
         write_rows(
             m, l, acc, tl.load(fields + 1) + at // TILE_HEADS, head,
-            (at < count * TILE_HEADS) & (head < GROUP), column, column >= 0, out_ptr, lse_ptr,
-            lse_ptr, 1.0, lse_ptr, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, False, False, LSE, True,
+            (at < count * TILE_HEADS) & (head < GROUP), column, column >= 0,
+            Out(
+                out_ptr=out_ptr, lse_ptr=lse_ptr, sinks_ptr=None, output_scale_ptr=None,
+                out_token=OUT_TOKEN, out_head=OUT_HEAD, lse_token=LSE_TOKEN, SINKS=False,
+                FP8_OUT=False, LSE=LSE,
+            ),
+            1.0, LSE, True,
         )  # fmt: skip

@@ -27,6 +27,7 @@ from attn.kernels.dense.query_rows import write_rows
 from attn.kernels.lang.compat import reinterpret, thread_barrier
 from attn.kernels.lang.constants import LOG2E
 from attn.kernels.lang.opaque import opaque_zero
+from attn.kernels.lang.structures import Out
 from attn.kernels.lang.wgmma import base_of
 from attn.kernels.sparse.hopper_narrow.operands import (
     key_operand,
@@ -351,8 +352,13 @@ def _finish(
     if PARTS == 1:
         head = head_tile * ROWS + row
         write_rows(
-            m, l, o, token + row * 0, head, head < HEADS, column, column >= 0, out_ptr, lse_ptr,
-            sinks_ptr, factor, lse_ptr, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, SINKS, False, LSE, True,
+            m, l, o, token + row * 0, head, head < HEADS, column, column >= 0,
+            Out(
+                out_ptr=out_ptr, lse_ptr=lse_ptr, sinks_ptr=sinks_ptr, output_scale_ptr=None,
+                out_token=OUT_TOKEN, out_head=OUT_HEAD, lse_token=LSE_TOKEN, SINKS=SINKS,
+                FP8_OUT=False, LSE=LSE,
+            ),
+            factor, LSE, True,
         )  # fmt: skip
     elif some:
         slot = wide((token * HEAD_TILES + head_tile) * PARTS + part)
