@@ -60,7 +60,7 @@ _SHARE_FIELDS = tl.constexpr(SHARE_FIELDS)
 class _Work(NamedTuple):
     """A program's part of a work item: a run of its segments, for one tile of heads.
 
-    If the plan depends on the batch, the part counts as one segment, of any number of tiles.
+    If the plan depends on the batch, a part counts as one segment, whatever its number of tiles.
     """
 
     number: tl.tensor
@@ -90,7 +90,7 @@ class _Work(NamedTuple):
     begin: tl.tensor
     """int32, the first segment of the part, counted from the work item's first segment."""
     end: tl.tensor
-    """int32, the segment after the part's last, counted likewise."""
+    """int32, the segment after the part's last, counted from the work item's first segment."""
     owner: tl.tensor
     """int32, the group that has the work item's first tile."""
     shares: tl.tensor
@@ -458,8 +458,8 @@ def _attend(work, query, cache, plan, scratch, mask, stripe, tile):
     """Attention of a part of a work item.
 
     Returns:
-        The state of the part's segments, of which a part that begins inside the work item has none:
-        it has stored them. And the factor of outputs, fp32.
+        The state over the part's segments, and the factor of outputs, fp32. If the part begins
+        inside the work item, its states have been stored, and the state is that of no keys.
     """
     KV_TILE: tl.constexpr = tile.KV_TILE
     block = _block_of(work, work.token, work.tokens, plan, tile)
@@ -549,8 +549,8 @@ def _places_of_groups(work, segment_group, segment_groups, own, plan):
 
     Returns:
         The first slot; the group of programs that has the first tile of these keys; and whether
-        other groups have tiles of them too. With one segment group, these are ``own``, the owner
-        of the work item, and False.
+        other groups have tiles of them too. With one segment group these results are ``own``, the
+        owner of the work item, and False.
     """
     loop = work.number % plan.HEAD_LOOPS
     row_owner = work.owner

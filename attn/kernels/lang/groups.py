@@ -141,7 +141,7 @@ class Out(NamedTuple):
     """Where results are written, and the factors that they get on the way.
 
     Registers hold output columns in planes, as :func:`attn.kernels.lang.stored.plane_columns`
-    describes.
+    describes. Only functions that write whole planes read COLUMNS, SIZE and KIND.
     """
 
     out_ptr: tl.tensor
@@ -169,7 +169,7 @@ class Out(NamedTuple):
     COLUMNS: tl.constexpr = 0
     """int, columns of a plane that are elements of the output; the rest is padding."""
     SIZE: tl.constexpr = 0
-    """int, elements of a head's output; this and the next are read with COLUMNS."""
+    """int, elements of a head's output."""
     KIND: tl.constexpr = 0
     """int, how the cache stores elements, as in :mod:`attn.kernels.lang.stored`."""
 
@@ -177,7 +177,7 @@ class Out(NamedTuple):
 class State(NamedTuple):
     """Attention over a run of keys; it can be folded with the state of the keys that follow.
 
-    An output of one plane is ``acc0``. The fields of planes that there are not repeat another one.
+    Outputs are in 1, 2 or 4 planes. The fields of further planes hold tensors that nothing reads.
     """
 
     m: tl.tensor
