@@ -9,12 +9,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from builders.splitkv.device.groups import PlacedRows, Requests, Rows
 from builders.splitkv.device.work_items import (
     FIELDS,
     SHARE_FIELDS,
     first_place,
     request_at,
-    row_of,
+    rows_of,
     segments_of,
     sharing,
     start_from,
@@ -46,16 +47,14 @@ def _four_of_row(rows, first: tl.constexpr, turn, lane, TURNS: tl.constexpr):
 
 
 @triton.jit
-def _row_of_lane(
-    j, num_rows, num_reqs, most_rows, req_rows, requests, window, chunk, lookback, dcp_size,
-    dcp_rank, dcp_interleave, QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr,
-    SEGMENT_UNIT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr,
-    DCP: tl.constexpr, SEGMENTS_PER_GROUP: tl.constexpr, TURNS: tl.constexpr, STEPS: tl.constexpr,
+def _rows_of_lanes(
+    j, num_rows, num_reqs, most_rows, req_rows, requests, rules, TURNS: tl.constexpr,
+    STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Work item ``j`` of each thread of a turn.
+    """Work items ``j`` ``[LINES, threads of a warp]`` of a turn, a column for each thread.
 
-    Returns its numbers in the order of ROW_FIELDS, without the place and the segments, which are
-    not known yet. Where there are several turns, each request has one work item.
+    Where there are several turns, each request has one work item. Returns
+    :class:`builders.splitkv.device.groups.Rows`: their places and segments are not known yet.
     """
     begin, count, kv_len, segment_groups = requests
     req, segment_group, skipped = j, j * 0, j * 0
@@ -72,50 +71,45 @@ def _row_of_lane(
             begin, count = tl.gather(begin, req, 1), tl.gather(count, req, 1)
             kv_len, segment_groups = tl.gather(kv_len, req, 1), tl.gather(segment_groups, req, 1)
             turn = later
-            if SEGMENTS_PER_GROUP:
+            if rules.tile.SEGMENTS_PER_GROUP:
                 # fp32 gives the right quotient of numbers up to a warp's threads.
                 turn = ((later.to(tl.float32) + 0.5) / segment_groups.to(tl.float32)).to(tl.int32)
                 segment_group = later - turn * segment_groups
-            skipped = turn * QUERY_TOKENS
-    token, tokens, first, first_tile, tiles = row_of(
-        j < num_rows, segment_group, skipped, begin, count, kv_len, window, chunk, lookback,
-        dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK,
-        TRIM, DCP, SEGMENTS_PER_GROUP,
-    )  # fmt: skip
-    return req, token, tokens, kv_len, first, first_tile, tiles, segment_group, segment_groups
+            skipped = turn * rules.tile.QUERY_TOKENS
+    found = Requests(begin=begin, count=count, kv_len=kv_len, segment_groups=segment_groups)
+    return rows_of(j < num_rows, req, segment_group, skipped, found, rules)
 
 
 @triton.jit
-def _store_turns(
-    rows_ptr, rows, num_rows, cost, lanes, line, SEGMENT_UNIT: tl.constexpr,
-    HEAD_LOOPS: tl.constexpr, TURNS: tl.constexpr,
-):  # fmt: skip
+def _store_turns(rows_ptr, turns, num_rows, shares, lanes, line, rules, split):
     """Store the work items of all turns, each turn by a warp of its own.
 
-    Returns for each turn the numbers of its work items in the order of ROW_FIELDS, their ends among
-    the tiles, and the end of the turn.
+    ``turns`` has the :class:`builders.splitkv.device.groups.Rows` of each turn. Returns
+    :class:`builders.splitkv.device.groups.PlacedRows` for each turn.
     """
     placed = ()
     begun = line * 0
-    for k in tl.static_range(TURNS):
+    for k in tl.static_range(len(turns)):
         j = k * IN_A_WARP + lanes
         live = j < num_rows
-        req, token, tokens, kv_len, first, first_tile, tiles, segment_group, segment_groups = rows[
-            k
-        ]
-        taken = tl.where(live, (tiles + cost) * HEAD_LOOPS, 0)
+        rows = Rows(*turns[k])
+        taken = tl.where(live, (rows.tiles + shares.cost) * split.HEAD_LOOPS, 0)
         ends = begun + tl.cumsum(taken, 1)
         begun += tl.sum(taken, 1, keep_dims=True)
         place = ends - taken
-        tiles = tl.maximum(tiles, 1)
-        part, parts = segments_of(first_tile, tiles, SEGMENT_UNIT)
+        tiles = tl.maximum(rows.tiles, 1)
+        part, parts = segments_of(rows.first_tile, tiles, rules.tile.SEGMENT_UNIT)
         mine = live & (line == k)
-        store_four(rows_ptr, j, FIELDS, 0, mine, req, token, tokens, kv_len)
-        store_four(rows_ptr, j, FIELDS, 4, mine, first, first_tile, tiles, place)
-        store_four(rows_ptr, j, FIELDS, 8, mine, part, parts, segment_group, segment_groups)
-        stored = (
-            req, token, tokens, kv_len, first, first_tile, tiles, place, part, parts, segment_group,
-            segment_groups, ends, begun,
+        store_four(rows_ptr, j, FIELDS, 0, mine, rows.req, rows.token, rows.tokens, rows.kv_len)
+        store_four(rows_ptr, j, FIELDS, 4, mine, rows.first, rows.first_tile, tiles, place)
+        store_four(
+            rows_ptr, j, FIELDS, 8, mine, part, parts, rows.segment_group, rows.segment_groups
+        )
+        stored = PlacedRows(
+            req=rows.req, token=rows.token, tokens=rows.tokens, kv_len=rows.kv_len,
+            first=rows.first, first_tile=rows.first_tile, tiles=tiles, place=place, part=part,
+            parts=parts, segment_group=rows.segment_group, segment_groups=rows.segment_groups,
+            ends=ends, turn_end=begun,
         )  # fmt: skip
         placed += (stored,)  # type: ignore[assignment]
     return placed
@@ -123,76 +117,60 @@ def _store_turns(
 
 @triton.jit
 def plan_few(
-    rows_ptr, total_ptr, starts_ptr, shares_ptr, seq_lens_ptr, query_start_ptr, num_reqs, num_rows,
-    most_rows, req_rows, reqs, max_kv_len, window, chunk, lookback, dcp_size, dcp_rank,
-    dcp_interleave, QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
-    WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr, DCP: tl.constexpr,
-    SEGMENTS_PER_GROUP: tl.constexpr, HEAD_LOOPS: tl.constexpr, DEPENDS_ON_BATCH: tl.constexpr,
-    LEAST: tl.constexpr, ROW_COST: tl.constexpr, NUM_GROUPS: tl.constexpr, LINES: tl.constexpr,
+    batch, plan, num_rows, most_rows, req_rows, turns, rules, split, LINES: tl.constexpr,
     TURNS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Plan few work items: every warp has all of them, and each thread has one of every turn.
 
     With one turn, there are no more requests and work items than a warp has threads. With more
-    turns, every request has one work item. ``reqs`` holds four tensors for each turn: first tokens,
-    numbers of tokens, KV lengths, and segment groups of its requests.
+    turns, every request has one work item. ``turns`` holds the
+    :class:`builders.splitkv.device.groups.Requests` of each turn. ``req_rows`` are the work items
+    of each request of the first turn; with more turns they are not read. ``num_rows`` is the sum of
+    all requests' work items and ``most_rows`` the most of a request.
 
-    Tensors have a line for each warp, so that an operation along a line stays within the warp.
+    Tensors have a line for each warp, ``[LINES, threads of a warp]`` int32, so that an operation
+    along a line stays within the warp.
     """
     lane = tl.arange(0, IN_A_WARP)[None, :]
     line = tl.arange(0, LINES)[:, None]
     lanes = line * 0 + lane
-    rows = ()
-    total, fewest, largest = line * 0, line * 0 + max_kv_len + 1, line * 0 + 1
+    found = ()
+    total, fewest, largest = line * 0, line * 0 + batch.max_kv_len + 1, line * 0 + 1
     for k in tl.static_range(TURNS):
         j = k * IN_A_WARP + lanes
-        row = _row_of_lane(
-            j, num_rows, num_reqs, most_rows, req_rows, reqs[k], window, chunk, lookback, dcp_size,
-            dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP,
-            SEGMENTS_PER_GROUP, TURNS, STEPS,
-        )  # fmt: skip
-        rows += (row,)  # type: ignore[assignment]
-        total += tl.sum(row[6], 1, keep_dims=True)
-        least = tl.min(tl.where(j < num_rows, row[6], max_kv_len + 1), 1, keep_dims=True)
-        fewest = tl.minimum(fewest, least)
-        largest = tl.maximum(largest, tl.max(row[6], 1, keep_dims=True))
-    cost, total, sharers, shared = sharing(
-        total, fewest, largest, num_rows, HEAD_LOOPS, DEPENDS_ON_BATCH, LEAST, ROW_COST, NUM_GROUPS
-    )
+        rows = _rows_of_lanes(
+            j, num_rows, batch.num_reqs, most_rows, req_rows, turns[k], rules, TURNS, STEPS
+        )
+        found += (rows,)  # type: ignore[assignment]
+        total += tl.sum(rows.tiles, 1, keep_dims=True)
+        least = tl.where(j < num_rows, rows.tiles, batch.max_kv_len + 1)
+        fewest = tl.minimum(fewest, tl.min(least, 1, keep_dims=True))
+        largest = tl.maximum(largest, tl.max(rows.tiles, 1, keep_dims=True))
+    shares = sharing(total, fewest, largest, num_rows, split)
     once = (line == 0) & (lane < 2)
-    tl.store(total_ptr + lanes, tl.where(lane == 0, num_rows, shared), mask=once)
-    placed = _store_turns(
-        rows_ptr, rows, num_rows, cost, lanes, line, SEGMENT_UNIT, HEAD_LOOPS, TURNS
-    )
-    _share_turns(
-        starts_ptr, shares_ptr, seq_lens_ptr, query_start_ptr, placed, lane, line, num_rows, cost,
-        total, sharers, shared, max_kv_len, window, chunk, lookback, dcp_size, dcp_rank,
-        dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP,
-        SEGMENTS_PER_GROUP, HEAD_LOOPS, DEPENDS_ON_BATCH, NUM_GROUPS, LINES, TURNS,
-    )  # fmt: skip
+    tl.store(plan.total_ptr + lanes, tl.where(lane == 0, num_rows, shares.shared), mask=once)
+    placed = _store_turns(plan.rows_ptr, found, num_rows, shares, lanes, line, rules, split)
+    _share_turns(batch, plan, placed, lane, line, num_rows, shares, rules, split, LINES, TURNS)
 
 
 @triton.jit
 def _share_turns(
-    starts_ptr, shares_ptr, seq_lens_ptr, query_start_ptr, placed, lane, line, num_rows, cost,
-    total, sharers, shared, max_kv_len, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
-    QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
-    WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr, DCP: tl.constexpr,
-    SEGMENTS_PER_GROUP: tl.constexpr, HEAD_LOOPS: tl.constexpr, DEPENDS_ON_BATCH: tl.constexpr,
-    NUM_GROUPS: tl.constexpr, LINES: tl.constexpr, TURNS: tl.constexpr,
+    batch, plan, placed, lane, line, num_rows, shares, rules, split, LINES: tl.constexpr,
+    TURNS: tl.constexpr,
 ):  # fmt: skip
     """Store where every group starts, and its share, from work items that every warp has.
 
-    A share holds the start of the next group too. The last thread of a warp computes that for the
-    thread before it, and stores nothing: its group is the next warp's first.
+    ``placed`` has the :class:`builders.splitkv.device.groups.PlacedRows` of each turn. A share
+    holds the start of the next group too. The last thread of a warp computes that for the thread
+    before it, and stores nothing: its group is the next warp's first.
     """
     LANES: tl.constexpr = IN_A_WARP
     c = line * (LANES - 1) + lane
     own = lane < LANES - 1
-    position = first_place(c, shared, sharers)
+    position = first_place(c, shares.shared, shares.sharers)
     of = c * 0
     for k in tl.static_range(TURNS - 1):
-        of += (placed[k][FIELDS + 1] <= position).to(tl.int32)
+        of += (PlacedRows(*placed[k]).turn_end <= position).to(tl.int32)
     at = c * 0
     for step in tl.static_range(_WARP_STEPS):
         half = LANES >> (step + 1)
@@ -200,54 +178,60 @@ def _share_turns(
         at += tl.where(ends <= position, half, 0)
     _, first_tile, tiles, place = _four_of_row(placed, 4, of, at, TURNS)
     start, segment = start_from(
-        of * LANES + at, position, (c <= NUM_GROUPS) & (position < total), place, first_tile, tiles,
-        cost, num_rows, SEGMENT_UNIT, HEAD_LOOPS, DEPENDS_ON_BATCH,
+        of * LANES + at, position, (c <= split.NUM_GROUPS) & (position < shares.total), place,
+        first_tile, tiles, shares.cost, num_rows, rules.tile.SEGMENT_UNIT, split,
     )  # fmt: skip
-    store_two(starts_ptr, c, own & (c <= NUM_GROUPS), start, segment)
+    store_two(plan.starts_ptr, c, own & (c <= split.NUM_GROUPS), start, segment)
     following = tl.minimum(line * 0 + lane + 1, LANES - 1)
     stop, stop_segment = tl.gather(start, following, 1), tl.gather(segment, following, 1)
-    real = own & (c < NUM_GROUPS)
-    store_four(shares_ptr, c, SHARE_FIELDS, 0, real, start, segment, stop, stop_segment)
-    real = real & (start < num_rows * HEAD_LOOPS)
-    if not DEPENDS_ON_BATCH:
-        row = tl.minimum(start // HEAD_LOOPS, TURNS * LANES - 1)
+    real = own & (c < split.NUM_GROUPS)
+    store_four(plan.shares_ptr, c, SHARE_FIELDS, 0, real, start, segment, stop, stop_segment)
+    real = real & (start < num_rows * split.HEAD_LOOPS)
+    if not split.DEPENDS_ON_BATCH:
+        row = tl.minimum(start // split.HEAD_LOOPS, TURNS * LANES - 1)
         of, at = row // LANES, row % LANES
     if TURNS == 1:
         for part in tl.static_range(FIELDS // 4):
             w, x, y, z = _four_of_row(placed, 4 * part, of, at, TURNS)
-            store_four(shares_ptr, c, SHARE_FIELDS, 4 * part + 4, real, w, x, y, z)
+            store_four(plan.shares_ptr, c, SHARE_FIELDS, 4 * part + 4, real, w, x, y, z)
     else:
-        # With several turns every number would take an exchange per turn. So the work item is
-        # computed again from its request. Tensors get one dimension for that, which leaves the
-        # compiler no choice of the dimension to load along.
+        # Tensors get one dimension, which leaves the compiler no choice of the dimension to load
+        # along.
         place = tl.reshape(_of_row(placed, 7, of, at, TURNS), [LINES * LANES])
         req = tl.reshape(of * LANES + at, [LINES * LANES])
         c, real = tl.reshape(c, [LINES * LANES]), tl.reshape(real, [LINES * LANES])
-        begin, count, kv_len = request_at(req, real, seq_lens_ptr, query_start_ptr, max_kv_len)
-        token, tokens, first, first_tile, tiles = row_of(
-            real, c * 0, c * 0, begin, count, kv_len, window, chunk, lookback, dcp_size, dcp_rank,
-            dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP,
-            SEGMENTS_PER_GROUP,
-        )  # fmt: skip
-        tiles = tl.maximum(tiles, 1)
-        part, parts = segments_of(first_tile, tiles, SEGMENT_UNIT)
-        store_four(shares_ptr, c, SHARE_FIELDS, 4, real, req, token, tokens, kv_len)
-        store_four(shares_ptr, c, SHARE_FIELDS, 8, real, first, first_tile, tiles, place)
-        store_four(shares_ptr, c, SHARE_FIELDS, 12, real, part, parts, c * 0, c * 0 + 1)
+        _store_recomputed(batch, plan.shares_ptr, c, real, req, place, rules)
 
 
 @triton.jit
-def requests_by_warp(
-    seq_lens_ptr, query_start_ptr, num_reqs, max_kv_len, LINES: tl.constexpr, TURNS: tl.constexpr
-):  # fmt: skip
+def _store_recomputed(batch, shares_ptr, c, real, req, place, rules):
+    """Store in the shares of groups ``c`` the only work item of each request ``req``.
+
+    With several turns every number would take an exchange per turn. So the work item is computed
+    again from its request. Only its ``place`` is exchanged. Tensors have one dimension.
+    """
+    begin, count, kv_len = request_at(req, real, batch)
+    requests = Requests(begin=begin, count=count, kv_len=kv_len, segment_groups=c * 0 + 1)
+    rows = rows_of(real, req, c * 0, c * 0, requests, rules)
+    tiles = tl.maximum(rows.tiles, 1)
+    part, parts = segments_of(rows.first_tile, tiles, rules.tile.SEGMENT_UNIT)
+    store_four(shares_ptr, c, SHARE_FIELDS, 4, real, req, rows.token, rows.tokens, kv_len)
+    store_four(shares_ptr, c, SHARE_FIELDS, 8, real, rows.first, rows.first_tile, tiles, place)
+    store_four(
+        shares_ptr, c, SHARE_FIELDS, 12, real, part, parts, rows.segment_group, rows.segment_groups
+    )
+
+
+@triton.jit
+def requests_by_warp(batch, LINES: tl.constexpr, TURNS: tl.constexpr):
     """Requests of one work item each, as :func:`plan_few` takes them: every warp loads them all."""
     line = tl.arange(0, LINES)[:, None] * 0
     lanes = line + tl.arange(0, IN_A_WARP)[None, :]
-    reqs = ()
+    turns = ()
     for k in tl.static_range(TURNS):
         i = k * IN_A_WARP + lanes
-        begin, count, kv_len = request_at(
-            i, i < num_reqs, seq_lens_ptr, query_start_ptr, max_kv_len
-        )
-        reqs += ((begin, count, kv_len, i * 0 + 1),)  # type: ignore[assignment]
-    return reqs
+        begin, count, kv_len = request_at(i, i < batch.num_reqs, batch)
+        one = i * 0 + 1
+        requests = Requests(begin=begin, count=count, kv_len=kv_len, segment_groups=one)
+        turns += (requests,)  # type: ignore[assignment]
+    return turns

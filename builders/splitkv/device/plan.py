@@ -11,6 +11,18 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from builders.splitkv.device.across_warps import plan_many
+from builders.splitkv.device.groups import (
+    Batch,
+    Mask,
+    Plan,
+    PrefillTiles,
+    Requests,
+    Rules,
+    Sizes,
+    Split,
+    Stripe,
+    Tile,
+)
 from builders.splitkv.device.in_one_warp import IN_A_WARP, plan_few, requests_by_warp
 from builders.splitkv.device.work_items import request_at, segment_groups_of
 
@@ -22,18 +34,19 @@ of its lines."""
 
 
 @triton.jit
-def _store_tiles(starts_ptr, i, tile_ends, num_tiles, max_reqs, MOST_REQS: tl.constexpr):
+def _store_tiles(starts_ptr, i, tile_ends, num_tiles, prefill):
     """Store the first prefill tile of each request ``i``, which is where the previous one ends.
 
-    Only requests with long queries have tiles; ``num_tiles`` is the number of all.
+    ``i`` and ``tile_ends`` are ``[REQS]`` int32. Only requests with long queries have tiles;
+    ``num_tiles`` is the number of all.
     """
     tl.store(starts_ptr + i, 0, mask=i == 0)
-    tl.store(starts_ptr + 1 + i, tile_ends, mask=i < max_reqs)
-    if i.shape[0] < MOST_REQS:
+    tl.store(starts_ptr + 1 + i, tile_ends, mask=i < prefill.max_reqs)
+    if i.shape[0] < prefill.MOST_REQS:
         # Entries past the last request are stored too, since a captured graph may have been
         # captured with more requests.
-        every = tl.arange(0, MOST_REQS)
-        beyond = (every >= i.shape[0]) & (every < max_reqs)
+        every = tl.arange(0, prefill.MOST_REQS)
+        beyond = (every >= i.shape[0]) & (every < prefill.max_reqs)
         tl.store(starts_ptr + 1 + every, every * 0 + num_tiles, mask=beyond)
 
 
@@ -48,15 +61,17 @@ def _counted(a, b, c, d, e, f, g, h):
 
 
 @triton.jit
-def _tiles_of_long(count, decode_max, TILE: tl.constexpr, OTHER_TILE: tl.constexpr):
-    """Prefill tiles of each request with more than ``decode_max`` query tokens; 0 for others.
+def _tiles_of_long(count, prefill):
+    """Prefill tiles of each request of more than ``decode_max`` query tokens; 0 for others.
 
-    Returns tiles of TILE tokens, and of OTHER_TILE tokens unless that is 0.
+    ``count`` ``[REQS]`` int32 are the query tokens. Returns the tiles of the portable kernel, and
+    of the Hopper kernel unless there is none.
     """
-    tiles = tl.where(count > decode_max, tl.cdiv(count, TILE), 0)
+    is_long = count > prefill.decode_max
+    tiles = tl.where(is_long, tl.cdiv(count, prefill.TILE), 0)
     others = tiles
-    if OTHER_TILE > 0:
-        others = tl.where(count > decode_max, tl.cdiv(count, OTHER_TILE), 0)
+    if prefill.HOPPER_TILE > 0:
+        others = tl.where(is_long, tl.cdiv(count, prefill.HOPPER_TILE), 0)
     return tiles, others
 
 
@@ -77,6 +92,64 @@ def _sums_of_requests(rows, tiles, others, WITHIN: tl.constexpr):
             (rows, rows, tiles, others), 0, _counted
         )
     return num_rows, most_rows, num_tiles, num_others
+
+
+@triton.jit
+def plan_step(batch, rules, split, plan, prefill, sizes):
+    """Plan a step: a warp by itself where there are few work items, else all warps together.
+
+    The arguments are the structures of :mod:`builders.splitkv.device.groups`. See
+    :func:`plan_kernel` for what is written.
+    """
+    REQS: tl.constexpr = sizes.REQS
+    i = tl.arange(0, REQS)
+    begin, count, kv_len = request_at(i, i < batch.num_reqs, batch)
+    TURNS: tl.constexpr = (1 << sizes.STEPS) // IN_A_WARP
+    TAKES_TURNS: tl.constexpr = (
+        REQS > IN_A_WARP and TURNS > 1 and TURNS <= _MOST_TURNS and sizes.LINES <= _MOST_LINES
+    )
+    if TAKES_TURNS:
+        # These loads are under way while the sums are computed.
+        turns = requests_by_warp(batch, sizes.LINES, TURNS)
+    segment_groups = segment_groups_of(kv_len, rules)
+    is_decode = (count > 0) & (count <= prefill.decode_max)
+    req_rows = tl.where(is_decode, tl.cdiv(count, rules.tile.QUERY_TOKENS) * segment_groups, 0)
+    tiles, others = _tiles_of_long(count, prefill)
+    num_rows, most_rows, num_tiles, num_others = _sums_of_requests(
+        req_rows, tiles, others, REQS <= IN_A_WARP
+    )
+    if TAKES_TURNS and (most_rows <= 1) & (num_rows == batch.num_reqs):
+        plan_few(
+            batch, plan, num_rows, most_rows, 0, turns, rules, split, sizes.LINES, TURNS,
+            sizes.STEPS,
+        )  # fmt: skip
+        # No request has a long query here, so there are no prefill tiles to sum.
+        tile_ends, other_ends = tiles, others
+    elif REQS <= IN_A_WARP and num_rows <= IN_A_WARP:
+        line = tl.arange(0, sizes.LINES)[:, None] * 0
+        every = Requests(
+            begin=begin[None, :] + line, count=count[None, :] + line, kv_len=kv_len[None, :] + line,
+            segment_groups=segment_groups[None, :] + line,
+        )  # fmt: skip
+        plan_few(
+            batch, plan, num_rows, most_rows, req_rows[None, :] + line, (every,), rules, split,
+            sizes.LINES, 1, sizes.STEPS,
+        )  # fmt: skip
+        tile_ends, other_ends = tiles, others
+        if num_tiles > 0:
+            tile_ends, other_ends = tl.cumsum(tiles, 0), tl.cumsum(others, 0)
+    else:
+        req_ends, tile_ends, other_ends = tl.associative_scan(
+            (req_rows, tiles, others), 0, _three_added
+        )
+        requests = Requests(begin=begin, count=count, kv_len=kv_len, segment_groups=segment_groups)
+        plan_many(
+            batch, plan, num_rows, most_rows, req_ends, req_rows, requests, rules, split, sizes
+        )
+    # Stored last, since nothing in this kernel depends on these.
+    _store_tiles(prefill.starts_ptr, i, tile_ends, num_tiles, prefill)
+    if prefill.HOPPER_TILE > 0:
+        _store_tiles(prefill.hopper_starts_ptr, i, other_ends, num_others, prefill)
 
 
 _VARYING = [
@@ -173,62 +246,32 @@ def plan_kernel(
     """
     if WAITS:
         gdc_wait()
-    i = tl.arange(0, REQS)
-    begin, count, kv_len = request_at(i, i < num_reqs, seq_lens_ptr, query_start_ptr, max_kv_len)
-    TURNS: tl.constexpr = (1 << STEPS) // IN_A_WARP
-    TAKES_TURNS: tl.constexpr = (
-        REQS > IN_A_WARP and TURNS > 1 and TURNS <= _MOST_TURNS and LINES <= _MOST_LINES
-    )
-    if TAKES_TURNS:
-        # These loads are under way while the sums are computed.
-        reqs = requests_by_warp(seq_lens_ptr, query_start_ptr, num_reqs, max_kv_len, LINES, TURNS)
-    segment_groups = segment_groups_of(
-        kv_len, dcp_size, dcp_rank, dcp_interleave, KV_TILE, SEGMENT_UNIT, DCP, SEGMENTS_PER_GROUP
-    )
-    is_decode = (count > 0) & (count <= decode_max)
-    req_rows = tl.where(is_decode, tl.cdiv(count, QUERY_TOKENS) * segment_groups, 0)
-    tiles, others = _tiles_of_long(count, decode_max, PREFILL_TILE, HOPPER_TILE)
-    num_rows, most_rows, num_tiles, num_others = _sums_of_requests(
-        req_rows, tiles, others, REQS <= IN_A_WARP
-    )
-    if TAKES_TURNS and (most_rows <= 1) & (num_rows == num_reqs):
-        plan_few(
-            rows_ptr, total_ptr, starts_ptr, shares_ptr, seq_lens_ptr, query_start_ptr, num_reqs,
-            num_rows, most_rows, 0, reqs, max_kv_len, window, chunk, lookback, dcp_size, dcp_rank,
-            dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP,
-            SEGMENTS_PER_GROUP, HEAD_LOOPS, DEPENDS_ON_BATCH, LEAST, ROW_COST, NUM_GROUPS, LINES,
-            TURNS, STEPS,
-        )  # fmt: skip
-        # No request has a long query here, so there are no prefill tiles to sum.
-        tile_ends, other_ends = tiles, others
-    elif REQS <= IN_A_WARP and num_rows <= IN_A_WARP:
-        line = tl.arange(0, LINES)[:, None] * 0
-        every = (
-            begin[None, :] + line, count[None, :] + line, kv_len[None, :] + line,
-            segment_groups[None, :] + line,
-        )  # fmt: skip
-        plan_few(
-            rows_ptr, total_ptr, starts_ptr, shares_ptr, seq_lens_ptr, query_start_ptr, num_reqs,
-            num_rows, most_rows, req_rows[None, :] + line, (every,), max_kv_len, window, chunk,
-            lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT,
-            WINDOW, CHUNK, TRIM, DCP, SEGMENTS_PER_GROUP, HEAD_LOOPS, DEPENDS_ON_BATCH, LEAST,
-            ROW_COST, NUM_GROUPS, LINES, 1, STEPS,
-        )  # fmt: skip
-        tile_ends, other_ends = tiles, others
-        if num_tiles > 0:
-            tile_ends, other_ends = tl.cumsum(tiles, 0), tl.cumsum(others, 0)
-    else:
-        req_ends, tile_ends, other_ends = tl.associative_scan(
-            (req_rows, tiles, others), 0, _three_added
-        )
-        plan_many(
-            rows_ptr, total_ptr, starts_ptr, shares_ptr, row_ends_ptr, names_ptr, seq_lens_ptr,
-            query_start_ptr, num_rows, most_rows, req_ends, req_rows, begin, count, kv_len,
-            segment_groups, max_kv_len, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
-            QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, SEGMENTS_PER_GROUP,
-            HEAD_LOOPS, DEPENDS_ON_BATCH, LEAST, ROW_COST, NUM_GROUPS, GROUPS, REQS, STEPS,
-        )  # fmt: skip
-    # Stored last, since nothing in this kernel depends on these.
-    _store_tiles(prefill_starts_ptr, i, tile_ends, num_tiles, max_reqs, MOST_REQS)
-    if HOPPER_TILE > 0:
-        _store_tiles(hopper_starts_ptr, i, other_ends, num_others, max_reqs, MOST_REQS)
+    plan_step(
+        Batch(
+            seq_lens_ptr=seq_lens_ptr, query_start_ptr=query_start_ptr, num_reqs=num_reqs,
+            max_kv_len=max_kv_len,
+        ),
+        Rules(
+            mask=Mask(
+                window=window, chunk=chunk, lookback=lookback, WINDOW=WINDOW, CHUNK=CHUNK, TRIM=TRIM
+            ),
+            stripe=Stripe(size=dcp_size, rank=dcp_rank, interleave=dcp_interleave, DCP=DCP),
+            tile=Tile(
+                QUERY_TOKENS=QUERY_TOKENS, KV_TILE=KV_TILE, SEGMENT_UNIT=SEGMENT_UNIT,
+                SEGMENTS_PER_GROUP=SEGMENTS_PER_GROUP,
+            ),
+        ),
+        Split(
+            HEAD_LOOPS=HEAD_LOOPS, DEPENDS_ON_BATCH=DEPENDS_ON_BATCH, LEAST=LEAST,
+            ROW_COST=ROW_COST, NUM_GROUPS=NUM_GROUPS,
+        ),
+        Plan(
+            rows_ptr=rows_ptr, total_ptr=total_ptr, starts_ptr=starts_ptr, shares_ptr=shares_ptr,
+            row_ends_ptr=row_ends_ptr, names_ptr=names_ptr,
+        ),
+        PrefillTiles(
+            starts_ptr=prefill_starts_ptr, hopper_starts_ptr=hopper_starts_ptr, max_reqs=max_reqs,
+            decode_max=decode_max, TILE=PREFILL_TILE, HOPPER_TILE=HOPPER_TILE, MOST_REQS=MOST_REQS,
+        ),
+        Sizes(REQS=REQS, STEPS=STEPS, GROUPS=GROUPS, LINES=LINES),
+    )  # fmt: skip

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from builders.splitkv import record as split_plan
+from builders.splitkv.device.groups import Rows, Shares
 from builders.splitkv.device.segments import first_visible, local_len, segment_of, segment_start
 
 FIELDS = tl.constexpr(split_plan.ROW_FIELDS)
@@ -20,74 +21,78 @@ _MOST_SHARED = tl.constexpr(split_plan.MOST_SHARED)
 
 
 @triton.jit
-def segment_groups_of(
-    keys, dcp_size, dcp_rank, dcp_interleave, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
-    DCP: tl.constexpr, SEGMENTS_PER_GROUP: tl.constexpr,
-):  # fmt: skip
-    """Segment groups of requests with ``keys`` keys, of which DCP counts only this rank's."""
+def segment_groups_of(keys, rules):
+    """Segment groups of requests with ``keys`` keys, of which DCP counts only this rank's.
+
+    ``keys`` is a tensor of int32; the result has its shape. ``rules`` are
+    :class:`builders.splitkv.device.groups.Rules`.
+    """
     segment_groups = keys * 0 + 1
-    if SEGMENTS_PER_GROUP:
-        if DCP:
-            keys = local_len(keys, dcp_size, dcp_rank, dcp_interleave)
-        last_tile = tl.maximum(tl.cdiv(keys, KV_TILE) - 1, 0)
-        segment_groups = segment_of(last_tile * SEGMENT_UNIT) // SEGMENTS_PER_GROUP + 1
+    if rules.tile.SEGMENTS_PER_GROUP:
+        if rules.stripe.DCP:
+            keys = local_len(keys, rules.stripe.size, rules.stripe.rank, rules.stripe.interleave)
+        last_tile = tl.maximum(tl.cdiv(keys, rules.tile.KV_TILE) - 1, 0)
+        last = segment_of(last_tile * rules.tile.SEGMENT_UNIT)
+        segment_groups = last // rules.tile.SEGMENTS_PER_GROUP + 1
     return segment_groups
 
 
 @triton.jit
-def row_of(
-    live, segment_group, skipped, begins, counts, kv_lens, window, chunk, lookback, dcp_size,
-    dcp_rank, dcp_interleave, QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr,
-    SEGMENT_UNIT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr,
-    DCP: tl.constexpr, SEGMENTS_PER_GROUP: tl.constexpr,
-):  # fmt: skip
-    """One work item of every request: its first token, tokens, first position, first KV tile, and
-    KV tiles.
+def rows_of(live, req, segment_group, skipped, requests, rules):
+    """One work item of each of the requests ``req``, of which ``requests`` has the numbers.
 
     The work item has the tokens that follow the request's ``skipped`` first ones, and the keys of
-    segment group ``segment_group``. It has no KV tiles where it is not ``live``.
+    segment group ``segment_group``. It has no KV tiles where it is not ``live``. The tensors and
+    the fields of the returned :class:`builders.splitkv.device.groups.Rows` have one shape.
     """
-    first = tl.maximum(kv_lens - counts, 0) + skipped
-    tokens = tl.minimum(counts - skipped, QUERY_TOKENS)
+    first = tl.maximum(requests.kv_len - requests.count, 0) + skipped
+    tokens = tl.minimum(requests.count - skipped, rules.tile.QUERY_TOKENS)
     last = first + tokens - 1
     start = first_visible(
-        first, last, window, chunk, lookback, None, 0, WINDOW, CHUNK, False, False
-    )
-    first_tile = start // KV_TILE
-    stop = kv_lens
-    if TRIM:
-        stop = tl.minimum(kv_lens, last + 1)
-    if DCP:
-        stop = local_len(stop, dcp_size, dcp_rank, dcp_interleave)
-    stop_tile = tl.cdiv(stop, KV_TILE)
-    if SEGMENTS_PER_GROUP:
-        first_tile = segment_start(segment_group * SEGMENTS_PER_GROUP) // SEGMENT_UNIT
-        past = segment_start((segment_group + 1) * SEGMENTS_PER_GROUP) // SEGMENT_UNIT
+        first, last, rules.mask.window, rules.mask.chunk, rules.mask.lookback, None, 0,
+        rules.mask.WINDOW, rules.mask.CHUNK, False, False,
+    )  # fmt: skip
+    first_tile = start // rules.tile.KV_TILE
+    stop = requests.kv_len
+    if rules.mask.TRIM:
+        stop = tl.minimum(requests.kv_len, last + 1)
+    if rules.stripe.DCP:
+        stop = local_len(stop, rules.stripe.size, rules.stripe.rank, rules.stripe.interleave)
+    stop_tile = tl.cdiv(stop, rules.tile.KV_TILE)
+    if rules.tile.SEGMENTS_PER_GROUP:
+        first_tile, past = _tiles_of_group(segment_group, rules)
         stop_tile = tl.minimum(stop_tile, past)
     # A work item without keys counts as one tile, so that some program writes its zeros.
     tiles = tl.where(live, tl.maximum(stop_tile - first_tile, 1), 0)
-    return begins + skipped, tokens, first, first_tile, tiles
+    return Rows(
+        req=req, token=requests.begin + skipped, tokens=tokens, kv_len=requests.kv_len, first=first,
+        first_tile=first_tile, tiles=tiles, segment_group=segment_group,
+        segment_groups=requests.segment_groups,
+    )  # fmt: skip
 
 
 @triton.jit
-def row_after(
-    segment_group,
-    skipped,
-    segment_groups,
-    QUERY_TOKENS: tl.constexpr,
-    SEGMENTS_PER_GROUP: tl.constexpr,
-):
+def _tiles_of_group(segment_group, rules):
+    """First KV tile of segment groups, and the tile after their last one."""
+    first = segment_start(segment_group * rules.tile.SEGMENTS_PER_GROUP)
+    first_tile = first // rules.tile.SEGMENT_UNIT
+    past = segment_start((segment_group + 1) * rules.tile.SEGMENTS_PER_GROUP)
+    return first_tile, past // rules.tile.SEGMENT_UNIT
+
+
+@triton.jit
+def row_after(segment_group, skipped, segment_groups, rules):
     """Segment group and skipped tokens of the next work item.
 
     All segment groups of some tokens come before the next tokens.
     """
-    if SEGMENTS_PER_GROUP:
+    if rules.tile.SEGMENTS_PER_GROUP:
         segment_group += 1
         is_last = segment_group == segment_groups
         segment_group = tl.where(is_last, 0, segment_group)
-        skipped += tl.where(is_last, QUERY_TOKENS, 0)
+        skipped += tl.where(is_last, rules.tile.QUERY_TOKENS, 0)
     else:
-        skipped += QUERY_TOKENS
+        skipped += rules.tile.QUERY_TOKENS
     return segment_group, skipped
 
 
@@ -112,29 +117,26 @@ def _shared_tiles(total, least, most, num_groups):
 
 
 @triton.jit
-def sharing(
-    total, fewest, largest, num_rows, HEAD_LOOPS: tl.constexpr, DEPENDS_ON_BATCH: tl.constexpr,
-    LEAST: tl.constexpr, ROW_COST: tl.constexpr, NUM_GROUPS: tl.constexpr,
-):  # fmt: skip
-    """How the groups share a step: ``cost, total, sharers, shared``.
+def sharing(total, fewest, largest, num_rows, split):
+    """The :class:`builders.splitkv.device.groups.Shares` of a step.
 
-    ``cost`` is the number of tiles that the beginning of a work item counts as; ``total`` all tiles
-    of all head loops; ``sharers`` the groups that get tiles; ``shared`` the tiles that these groups
-    share. The four follow from the tiles of all work items (argument ``total``), and from the
-    ``fewest`` and the ``largest`` number of tiles of one work item.
+    They follow from the tiles of all ``num_rows`` work items (argument ``total``), and from the
+    ``fewest`` and the ``largest`` number of tiles of one work item. ``split`` is a
+    :class:`builders.splitkv.device.groups.Split`.
 
     Group c owns the segments that start in ``[c * shared / sharers, (c + 1) * shared / sharers)``.
     """
     cost = 0
-    if ROW_COST > 0:
+    if split.ROW_COST > 0:
         # Work items of one length are cut into equal parts: each share has as many beginnings.
-        cost = tl.where(fewest == largest, 0, ROW_COST)
-    total = (total + cost * num_rows) * HEAD_LOOPS
-    sharers = NUM_GROUPS
-    if DEPENDS_ON_BATCH:
+        cost = tl.where(fewest == largest, 0, split.ROW_COST)
+    total = (total + cost * num_rows) * split.HEAD_LOOPS
+    sharers = split.NUM_GROUPS
+    if split.DEPENDS_ON_BATCH:
         # Arrivals of groups are counted, and a group without a tile would never arrive.
-        sharers = tl.maximum(tl.minimum(NUM_GROUPS, total // LEAST), 1)
-    return cost, total, sharers, _shared_tiles(total, fewest, largest, sharers)
+        sharers = tl.maximum(tl.minimum(split.NUM_GROUPS, total // split.LEAST), 1)
+    shared = _shared_tiles(total, fewest, largest, sharers)
+    return Shares(cost=cost, total=total, sharers=sharers, shared=shared)
 
 
 @triton.jit
@@ -166,15 +168,16 @@ def segments_of(first_tile, tiles, SEGMENT_UNIT: tl.constexpr):
 
 
 @triton.jit
-def store_row(
-    rows_ptr, live, j, req, token, tokens, kv_len, first, first_tile, tiles, place, segment_group,
-    segment_groups, SEGMENT_UNIT: tl.constexpr,
-):  # fmt: skip
-    """Store work items ``j``, see :data:`builders.splitkv.record.ROW_FIELDS` for the numbers."""
-    part, parts = segments_of(first_tile, tiles, SEGMENT_UNIT)
-    store_four(rows_ptr, j, FIELDS, 0, live, req, token, tokens, kv_len)
-    store_four(rows_ptr, j, FIELDS, 4, live, first, first_tile, tiles, place)
-    store_four(rows_ptr, j, FIELDS, 8, live, part, parts, segment_group, segment_groups)
+def store_rows(rows_ptr, live, j, rows, place, SEGMENT_UNIT: tl.constexpr):
+    """Store work items ``j`` that are ``live``, the first tile of each at ``place``.
+
+    See :data:`builders.splitkv.record.ROW_FIELDS` for the numbers. ``rows`` are
+    :class:`builders.splitkv.device.groups.Rows`; all tensors have one shape.
+    """
+    part, parts = segments_of(rows.first_tile, rows.tiles, SEGMENT_UNIT)
+    store_four(rows_ptr, j, FIELDS, 0, live, rows.req, rows.token, rows.tokens, rows.kv_len)
+    store_four(rows_ptr, j, FIELDS, 4, live, rows.first, rows.first_tile, rows.tiles, place)
+    store_four(rows_ptr, j, FIELDS, 8, live, part, parts, rows.segment_group, rows.segment_groups)
 
 
 @triton.jit
@@ -224,22 +227,19 @@ def load_four(ptr, j, STRIDE: tl.constexpr, first: tl.constexpr, mask):
 
 
 @triton.jit
-def _start_in_row(
-    offset, first_tile, tiles, cost, SEGMENT_UNIT: tl.constexpr, HEAD_LOOPS: tl.constexpr,
-    DEPENDS_ON_BATCH: tl.constexpr,
-):  # fmt: skip
+def _start_in_row(offset, first_tile, tiles, cost, SEGMENT_UNIT: tl.constexpr, split):
     """Where the first segment at or after each place among a work item's tiles is.
 
     Returns the head loop, the segment, and whether that segment is past the loop's last one, so
     that the next loop or work item begins there. With DEPENDS_ON_BATCH the second number is a tile.
     """
     loop = offset * 0
-    if HEAD_LOOPS > 1:
+    if split.HEAD_LOOPS > 1:
         loop = offset // (tiles + cost)
     within = offset - loop * (tiles + cost)
     # Always False here: a tile is never past the loop's last one.
     past = within < 0
-    if DEPENDS_ON_BATCH:
+    if split.DEPENDS_ON_BATCH:
         segment = tl.maximum(within - cost, 0)
     else:
         tile = first_tile + within
@@ -255,8 +255,7 @@ def _start_in_row(
 
 @triton.jit
 def start_from(
-    row, position, real, place, first_tile, tiles, cost, num_rows, SEGMENT_UNIT: tl.constexpr,
-    HEAD_LOOPS: tl.constexpr, DEPENDS_ON_BATCH: tl.constexpr,
+    row, position, real, place, first_tile, tiles, cost, num_rows, SEGMENT_UNIT: tl.constexpr, split
 ):  # fmt: skip
     """Work item (times head loops) and segment where a group starts.
 
@@ -265,17 +264,21 @@ def start_from(
     """
     tiles = tl.maximum(tiles, 1)
     loop, segment, past = _start_in_row(
-        position - place, first_tile, tiles, cost, SEGMENT_UNIT, HEAD_LOOPS, DEPENDS_ON_BATCH
+        position - place, first_tile, tiles, cost, SEGMENT_UNIT, split
     )
-    row = row * HEAD_LOOPS + loop + past.to(tl.int32)
-    return tl.where(real, row, num_rows * HEAD_LOOPS), tl.where(real, segment, 0)
+    row = row * split.HEAD_LOOPS + loop + past.to(tl.int32)
+    return tl.where(real, row, num_rows * split.HEAD_LOOPS), tl.where(real, segment, 0)
 
 
 @triton.jit
-def request_at(i, real, seq_lens_ptr, query_start_ptr, max_kv_len):
-    """First token, number of tokens and KV length of requests ``i``; zeros if not ``real``."""
-    begin = tl.load(query_start_ptr + i, mask=real, other=0)
-    count = tl.load(query_start_ptr + 1 + i, mask=real, other=0) - begin
+def request_at(i, real, batch):
+    """First token, number of tokens and KV length of requests ``i``; zeros if not ``real``.
+
+    ``i`` is a tensor of int32, ``batch`` a :class:`builders.splitkv.device.groups.Batch`.
+    """
+    begin = tl.load(batch.query_start_ptr + i, mask=real, other=0)
+    count = tl.load(batch.query_start_ptr + 1 + i, mask=real, other=0) - begin
     # A length beyond the limit would spoil the scratch of other requests. The result of a request
     # with such a length is wrong anyway.
-    return begin, count, tl.minimum(tl.load(seq_lens_ptr + i, mask=real, other=0), max_kv_len)
+    kv_len = tl.minimum(tl.load(batch.seq_lens_ptr + i, mask=real, other=0), batch.max_kv_len)
+    return begin, count, kv_len
