@@ -91,11 +91,11 @@ class Cache(NamedTuple):
     V_USED: tl.constexpr
     """int, columns of a plane of values."""
     KIND: tl.constexpr
-    """int, how elements are stored, as in :mod:`attn.kernels.lang.stored`."""
+    """int, how elements are stored: a kind of :mod:`attn.kernels.lang.stored`."""
     PLANES: tl.constexpr
     """int, planes of a stored word: 1, 2 or 4."""
     DECODE: tl.constexpr
-    """int, how words are decoded, as in :mod:`attn.kernels.lang.stored`."""
+    """int, how words are decoded: a constant of :mod:`attn.kernels.lang.stored`."""
     INLINE: tl.constexpr
     """bool, whether each key and each value has a factor."""
     PER_TENSOR: tl.constexpr

@@ -23,11 +23,11 @@ Groups are NamedTuples, since Triton compiles them and its interpreter runs them
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import triton.language as tl
 
-Optional = tl.tensor | None
+Optional: TypeAlias = tl.tensor | None
 """The type of a field that may be None."""
 
 
@@ -171,7 +171,7 @@ class Out(NamedTuple):
     SIZE: tl.constexpr = 0
     """int, elements of a head's output."""
     KIND: tl.constexpr = 0
-    """int, how the cache stores elements, as in :mod:`attn.kernels.lang.stored`."""
+    """int, how the cache stores elements: a kind of :mod:`attn.kernels.lang.stored`."""
 
 
 class State(NamedTuple):

@@ -72,11 +72,11 @@ class Cache(NamedTuple):
     ROPE_USED: tl.constexpr
     """int, columns of a plane of rotary parts."""
     KIND: tl.constexpr
-    """int, how elements are stored, as in :mod:`attn.kernels.lang.stored`."""
+    """int, how elements are stored: a kind of :mod:`attn.kernels.lang.stored`."""
     PLANES: tl.constexpr
     """int, planes of a stored word: 1 or 2."""
     DECODE: tl.constexpr
-    """int, how words are decoded, as in :mod:`attn.kernels.lang.stored`."""
+    """int, how words are decoded: a constant of :mod:`attn.kernels.lang.stored`."""
     ALIGN: tl.constexpr
     """int, words that all strides are a multiple of."""
 

@@ -29,7 +29,7 @@ class LatentCache:
     k_scale_ptr: Value
     """One fp32, factor of keys and values in e4m3; None for a cache of another type."""
     cache_ptr: Value
-    """The same rows as ``k_desc``, for prefetches; None where the kernel makes none."""
+    """Pointer to the rows of ``k_desc``, for prefetches; None where the kernel makes none."""
     cache_block: Value
     """int64, elements from a page to the next one; read with PREFETCH."""
     BLOCK_SIZE: gl.constexpr
