@@ -296,11 +296,12 @@ def _load_head(work, query, cache, room, plan, tile):
 
 @gluon.jit
 def _attend(work, head, kept, bounds, first_part, slots, turn, ring, room, plan, tile):
-    """Attend to the segments of a part, the first of which has number ``first_part`` of its keys.
+    """Attend to the segments of a part.
 
     A part that begins with its row's first segment has one state, which is returned. Another part
-    stores the state of each segment in its slot, from ``slots`` on. Also returns the number of
-    tiles that the program has walked so far, which was ``turn`` before.
+    stores the state of each segment in its slot. Slot ``slots`` is for the row's first segment,
+    whose number is ``first_part``. Also returns the number of tiles that the program has walked so
+    far, which was ``turn`` before.
     """
     SUMS: gl.constexpr = gl.SliceLayout(1, tile.OUTPUT)
     zero = gl.zeros([16, tile.SIZE // 4], gl.float32, tile.OUTPUT)
