@@ -338,7 +338,8 @@ class Tile:
     SCORES: gl.constexpr
     """Layout of scores ``[ROWS, KV_TILE]``."""
     OUTPUT: gl.constexpr
-    """Layout of output sums ``[ROWS, SIZE]``, or of one plane of their columns."""
+    """Layout of output sums ``[ROWS, SIZE]``, or of those of their columns that are summed
+    together: one plane, or one consumer's half."""
     CONSUMERS: gl.constexpr
     """int, number of consumers: 1 or 2."""
     FINISH_ROWS: gl.constexpr

@@ -5,6 +5,7 @@ how structures are made. Triton reads the types of fields from the annotations o
 module must therefore not postpone annotations.
 """
 
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
@@ -48,6 +49,17 @@ class CausalBounds:
     """int32, the key after the last that all queries see."""
     kv_len: Value
     """int32, number of the request's keys."""
+
+
+@gluon.jit
+def causal_bounds(first, kv_len, tile):
+    """Compute the :class:`CausalBounds` of a part whose first query has position ``first``."""
+    row = gl.arange(0, tile.ROWS, layout=gl.SliceLayout(1, tile.SCORES))
+    # The limit is the last visible key, not the key after it: LLVM would add that 1 in pairs of 16
+    # bits, which ptxas 12.8 gets wrong.
+    limit = gl.minimum(first + row // tile.TILE_HEADS, kv_len - 1)
+    all_high = gl.minimum(first + 1, kv_len)
+    return CausalBounds(limit=limit, all_high=all_high, kv_len=kv_len)
 
 
 @aggregate

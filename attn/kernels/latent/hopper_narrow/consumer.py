@@ -27,7 +27,7 @@ from attn.kernels.dense.tile import power_of_two_guard
 from attn.kernels.lang.compat import thread_barrier
 from attn.kernels.lang.packed import e4m3_planes
 from attn.kernels.lang.structures import Head, State
-from attn.kernels.latent.structures import CausalBounds, KeptQueries, NarrowState
+from attn.kernels.latent.structures import KeptQueries, NarrowState, causal_bounds
 from builders.splitkv.device.segments import segment_of, segment_start
 
 _WARPS = tl.constexpr(8)
@@ -295,23 +295,13 @@ def _load_head(work, query, cache, room, plan, tile):
 
 
 @gluon.jit
-def _bounds_of(work, tile):
-    """Compute the bounds of the keys that the queries of a part see, for all tiles of keys."""
-    row = gl.arange(0, 16, layout=gl.SliceLayout(1, tile.SCORES))
-    # The limit is the last visible key, not the key after it: LLVM would add that 1 in pairs of 16
-    # bits, which ptxas 12.8 gets wrong.
-    limit = gl.minimum(work.first + row // tile.TILE_HEADS, work.kv_len - 1)
-    all_high = gl.minimum(work.first + 1, work.kv_len)
-    return CausalBounds(limit=limit, all_high=all_high, kv_len=work.kv_len)
-
-
-@gluon.jit
 def _attend(work, head, kept, bounds, first_part, slots, turn, ring, room, plan, tile):
-    """Attend to the segments of a part, the first of which has number ``first_part`` of its keys.
+    """Attend to the segments of a part.
 
     A part that begins with its row's first segment has one state, which is returned. Another part
-    stores the state of each segment in its slot, from ``slots`` on. Also returns the number of
-    tiles that the program has walked so far, which was ``turn`` before.
+    stores the state of each segment in its slot. Slot ``slots`` is for the row's first segment,
+    whose number is ``first_part``. Also returns the number of tiles that the program has walked so
+    far, which was ``turn`` before.
     """
     SUMS: gl.constexpr = gl.SliceLayout(1, tile.OUTPUT)
     zero = gl.zeros([16, tile.SIZE // 4], gl.float32, tile.OUTPUT)
@@ -378,7 +368,7 @@ def consume_narrow(query, cache, ring, room, plan, mask, out, tile):
         if work.end > work.begin:
             first_part = gl.load(fields + 8)
             head, kept = _load_head(work, query, cache, room, plan, tile)
-            bounds = _bounds_of(work, tile)
+            bounds = causal_bounds(work.first, work.kv_len, tile)
             parts = gl.load(fields + 9)
             is_all = (begin == 0) & (work.end == parts) & (gl.load(fields + 11) == 1)
             lending_group = 0

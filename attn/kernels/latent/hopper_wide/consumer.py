@@ -31,7 +31,7 @@ from attn.kernels.lang.opaque import opaque_zero
 from attn.kernels.lang.structures import State
 from attn.kernels.lang.wgmma import base_of, scaled_rows
 from attn.kernels.latent.hopper_wide.parts import BLOCK, HALF, cut_at, store_part
-from attn.kernels.latent.structures import CausalBounds, Operands
+from attn.kernels.latent.structures import Operands, causal_bounds
 
 _TILE = tl.constexpr(128)
 
@@ -224,8 +224,9 @@ def _second_block(turn, key_tile, state, operands, query, bounds, ring, room, ti
 def _load_queries(token, count, in_group, phase, query, room, tile, W: gl.constexpr):
     """Copy the queries of a work item to shared memory; each warp group copies its half.
 
+    The queries are those of ``count`` tokens from ``token`` on, and of heads from ``in_group`` on.
     No product still reads the previous item's queries: the groups met after its last product, when
-    they exchanged their sums.
+    they exchanged their sums. ``phase`` is the parity of the barrier at which they meet here.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)) + opaque_zero()
@@ -260,17 +261,6 @@ def _operands_of(W: gl.constexpr, ring, room, tile):
     else:
         rows = reinterpret(ring.right_boxes, gl.int32, [8 * BLOCK, 32], FLAT)
     return Operands(q=q, q_rope=room.q_rope, left=left, right=right, rope=rope, rows=rows)
-
-
-@gluon.jit
-def _bounds_of(cut, tile):
-    """Compute the bounds of the keys that the queries of a part see, for all tiles of keys."""
-    row = gl.arange(0, 64, layout=gl.SliceLayout(1, tile.SCORES))
-    # The limit is the last visible key, not the key after it: LLVM would add that 1 in pairs of 16
-    # bits, which ptxas 12.8 gets wrong.
-    limit = gl.minimum(cut.first + row // tile.TILE_HEADS, cut.kv_len - 1)
-    all_high = gl.minimum(cut.first + 1, cut.kv_len)
-    return CausalBounds(limit=limit, all_high=all_high, kv_len=cut.kv_len)
 
 
 @gluon.jit
@@ -380,7 +370,7 @@ def consume_latents(W: gl.constexpr, query, ring, room, plan, out, tile):
         cut = cut_at(r, mine, fields, begin)
         lane = gl.program_id(0) % plan.HEADS
         in_group = ((r % plan.HEAD_LOOPS) * plan.HEADS + lane) * tile.TILE_HEADS
-        bounds = _bounds_of(cut, tile)
+        bounds = causal_bounds(cut.first, cut.kv_len, tile)
         state = State(
             m=gl.full([64], float("-inf"), gl.float32, SUMS),
             l=gl.zeros([64], gl.float32, SUMS),

@@ -40,7 +40,9 @@ def store_part(
     """Store the state of a part of a work item, for
     :func:`attn.kernels.latent.hopper_wide.fold.fold_cuts_kernel`.
 
-    Each warp group stores its columns of the output; group 0 also stores maxima and sums.
+    Maxima ``m`` and sums ``l`` are ``[64]`` fp32, the output ``o`` is ``[64, 256]`` fp32, of which
+    USED rows are stored in slot ``slot``. Each warp group stores its columns of the output; group 0
+    also stores maxima and sums. ``zero`` is 0, which the compiler does not know.
     """
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, o.type.layout)) + zero
     column = gl.arange(0, HALF, layout=gl.SliceLayout(0, o.type.layout))

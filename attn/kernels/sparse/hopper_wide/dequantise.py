@@ -183,7 +183,6 @@ def dequantise_rows(ids, mine, end, piece, turn, count, rows, ring, stored, KEYS
     Returns:
         The tiles and the blocks that the program has converted now.
     """
-    ids0, ids1, ids2, ids3, ids4 = ids
     WORDS: gl.constexpr = _words_of(KEYS)
     SHAPE: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     left = reinterpret(ring.left, gl.int32, [2, KEYS, 128], SHAPE)
@@ -197,8 +196,8 @@ def dequantise_rows(ids, mine, end, piece, turn, count, rows, ring, stored, KEYS
         for b in gl.static_range(2):
             first = tile * (2 * KEYS) + b * KEYS
             place = (count + _AHEAD) % STORED_BLOCKS
-            starts = words_ptr + rows.offsets(ids2) * (UNIT // 4)
-            _copy_words(ids2, starts, stored.left.index(place), 0, _COPY)
+            starts = words_ptr + rows.offsets(ids[2]) * (UNIT // 4)
+            _copy_words(ids[2], starts, stored.left.index(place), 0, _COPY)
             f0, f1, f2, f3 = _load_scales(
                 stored.scales.index(count % STORED_BLOCKS), gl.SliceLayout(1, WORDS)
             )
@@ -209,7 +208,7 @@ def dequantise_rows(ids, mine, end, piece, turn, count, rows, ring, stored, KEYS
             second = _load_half(stored.right.index(count % STORED_BLOCKS), WORDS)
             # One store, since threads would wait for each other between two.
             left.index(b).store(wide_left)
-            _copy_rest(ids2, starts, place, rows, stored, _COPY)
+            _copy_rest(ids[2], starts, place, rows, stored, _COPY)
             async_copy.wait_group(_AHEAD - 1)
             thread_barrier()
             wide_right = _dequantised(second, f2, f3)
@@ -220,12 +219,9 @@ def dequantise_rows(ids, mine, end, piece, turn, count, rows, ring, stored, KEYS
             right.index(b).store(wide_right)
             words = _load_half(stored.left.index(count % STORED_BLOCKS), WORDS)
             rope.index(b).store(rotary)
-            ring.gaps.index(b).store(gl.where(ids0 >= 0, 0.0, float("-inf")))
-            ids0 = ids1
-            ids1 = ids2
-            ids2 = ids3
-            ids3 = ids4
-            ids4 = listed(mine, first + 5 * KEYS, end, KEYS, _COPIED)
+            ring.gaps.index(b).store(gl.where(ids[0] >= 0, 0.0, float("-inf")))
+            after = listed(mine, first + 5 * KEYS, end, KEYS, _COPIED)
+            ids = (ids[1], ids[2], ids[3], ids[4], after)
             # Make the stores visible to the products, which read through another proxy.
             fence_async_shared()
             mbarrier.arrive(ring.full.index(b), count=1)
