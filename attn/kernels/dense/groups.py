@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import triton.language as tl
 
-from attn.kernels.lang.groups import Optional
+from attn.kernels.lang.groups import OptionalTensor
 
 
 class Query(NamedTuple):
@@ -14,7 +14,7 @@ class Query(NamedTuple):
 
     query_ptr: tl.tensor
     """``[T, H, K_SIZE]``."""
-    slopes_ptr: Optional
+    slopes_ptr: OptionalTensor
     """``[H]``, slope of each head's position bias; read with ALIBI."""
     query_token: tl.tensor
     """int32, elements from a token's query to the next one's."""
@@ -44,15 +44,15 @@ class Cache(NamedTuple):
     """``[N, BLOCK_SIZE, Hk, words]``; with BLOCK_SIZE 0 ``[T, Hk, words]``."""
     value_ptr: tl.tensor
     """Values, which are shaped as the keys are."""
-    k_inline_ptr: Optional
+    k_inline_ptr: OptionalTensor
     """``[N, BLOCK_SIZE, Hk]``, factor of each key; read with INLINE."""
-    v_inline_ptr: Optional
+    v_inline_ptr: OptionalTensor
     """``[N, BLOCK_SIZE, Hk]``, factor of each value; read with INLINE."""
-    k_scale_ptr: Optional
+    k_scale_ptr: OptionalTensor
     """``[1]`` or ``[Hk]`` fp32, factor of keys; read with PER_TENSOR."""
-    v_scale_ptr: Optional
+    v_scale_ptr: OptionalTensor
     """``[1]`` or ``[Hk]`` fp32, factor of values; read with PER_TENSOR."""
-    table_ptr: Optional
+    table_ptr: OptionalTensor
     """``[R, table_row]`` int32, pages of the requests."""
     table_row: tl.tensor
     """int32, elements of a row of the table."""
@@ -147,9 +147,9 @@ class Queries(NamedTuple):
 class Keys(NamedTuple):
     """The keys of a request for one KV head, and which of them a tile of query rows sees."""
 
-    table_ptr: Optional
+    table_ptr: OptionalTensor
     """``[pages]`` int32, the request's pages; read where the cache has pages."""
-    ranges_ptr: Optional
+    ranges_ptr: OptionalTensor
     """``[num_ranges, 2]`` int32, the request's ranges; read with RANGES."""
     kv_len: tl.tensor
     """int32, number of keys. Slots from there on are not read."""

@@ -23,7 +23,7 @@ from attn.kernels.dense.tile import (
     readable,
     recomputed,
 )
-from attn.kernels.lang.groups import Mask, Optional, Out, Rows, State, Stripe
+from attn.kernels.lang.groups import Mask, OptionalTensor, Out, Rows, State, Stripe
 from attn.kernels.lang.masks import seen_by_all
 from builders.splitkv.device.segments import local_len, local_position
 
@@ -35,9 +35,9 @@ class _Schedule(NamedTuple):
     """``[R + 1]`` int32, tiles of tokens before each request."""
     query_start_ptr: tl.tensor
     """``[R + 1]`` int32, where each request's tokens begin."""
-    seq_lens_ptr: Optional
+    seq_lens_ptr: OptionalTensor
     """``[R]`` int32, tokens of each request's keys; read where the cache has pages."""
-    first_ptr: Optional
+    first_ptr: OptionalTensor
     """``[R]`` int32, position of each request's first query; None where the last query of a request
     has the position of its last key."""
     num_reqs: tl.tensor
