@@ -15,11 +15,12 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attn.kernels.dense.query_rows import load_query, load_state, write_rows
-from attn.kernels.dense.tile import dot, fold, scores_of, store_state
+from attn.kernels.dense.tile import dot, fold, scores_of, store_planes
 from attn.kernels.lang.constants import LOG2E
-from attn.kernels.lang.groups import Out
+from attn.kernels.lang.groups import Out, Scratch, State
 from attn.kernels.lang.numerics import saturate_to, to_float32
 from attn.kernels.lang.stored import E4M3
+from attn.kernels.sparse.groups import Cache, Lists, Query, Tile
 from attn.kernels.sparse.listed_rows import elements_of, listed_ids, row_offsets, weights_of
 
 _E4M3 = tl.constexpr(E4M3)
@@ -27,51 +28,63 @@ _BLOCK = tl.constexpr(128)
 
 
 @triton.jit
-def _latent_of(
-    ids, latent_ptr, block, stride, BLOCK_SIZE: tl.constexpr, LATENT_UNIT: tl.constexpr,
-    WIDTH: tl.constexpr,
-):  # fmt: skip
+def _latent_of(ids, cache):
     """Latent parts of listed rows as they are stored, ``[KV, WIDTH]``.
 
     An entry of -1 gives a row of zeros: its weight is zero, but zero times NaN is NaN.
     """
-    offset = row_offsets(ids, block, stride, BLOCK_SIZE) * LATENT_UNIT
-    column = tl.arange(0, WIDTH)
+    offset = row_offsets(ids, cache.BLOCK_UNITS, cache.ROW_UNITS, cache.BLOCK_SIZE)
+    offset = offset * cache.LATENT_UNIT
+    column = tl.arange(0, cache.WIDTH)
     there = (ids >= 0)[:, None]
-    return tl.load(latent_ptr + (offset[:, None] + column[None, :]), mask=there, other=0)
+    return tl.load(cache.latent_ptr + (offset[:, None] + column[None, :]), mask=there, other=0)
 
 
 @triton.jit
-def _attend_listed(
-    m, l, acc, ids, ahead, latent, q, r, scale, latent_ptr, rope_ptr, scales_ptr, block,
-    stride, BLOCK_SIZE: tl.constexpr, LATENT_UNIT: tl.constexpr, ROPE_UNIT: tl.constexpr,
-    SCALE_UNIT: tl.constexpr, WIDTH: tl.constexpr, ROPE: tl.constexpr, KIND: tl.constexpr,
-    SCALED: tl.constexpr, COMPUTE: tl.constexpr, HARDWARE_E4M3: tl.constexpr,
-    HOLDS_NEXT: tl.constexpr,
-):  # fmt: skip
+def _attend_listed(m, l, acc, ids, ahead, latent, q, r, scale, cache, tile):
     """Online softmax over one step's listed rows; entries of -1 are neither read nor counted.
 
     With HOLDS_NEXT, ``latent`` are the step's latent parts, loaded before, and the latent parts of
     the rows ``ahead`` are returned in their place.
+
+    Args:
+        m: ``[ROWS]`` fp32, maxima of the scores so far.
+        l: ``[ROWS]`` fp32, sums of the weights so far.
+        acc: ``[ROWS, WIDTH]`` fp32, sums of rows times weights so far.
+        ids: ``[KV_TILE]`` int32, the step's entries.
+        ahead: ``[KV_TILE]`` int32, the next step's entries; read with HOLDS_NEXT.
+        latent: ``[KV_TILE, WIDTH]``; read with HOLDS_NEXT.
+        q: ``[ROWS, WIDTH]``, absorbed parts of queries.
+        r: ``[ROWS, ROPE]``, rotary parts of queries.
+        scale: fp32, factor of the products, log2(e) included.
+        cache: a ``Cache``.
+        tile: a ``Tile``.
+
+    Returns:
+        m, l, acc and latent after the step.
     """
+    COMPUTE: tl.constexpr = tile.COMPUTE
     IEEE: tl.constexpr = tl.float32 == COMPUTE
+    KIND: tl.constexpr = cache.KIND
+    HARDWARE_E4M3: tl.constexpr = cache.HARDWARE_E4M3
     there = ids >= 0
-    offset = row_offsets(ids, block, stride, BLOCK_SIZE)
-    rotary = tl.arange(0, ROPE)
-    if not HOLDS_NEXT:
-        latent = _latent_of(ids, latent_ptr, block, stride, BLOCK_SIZE, LATENT_UNIT, WIDTH)
+    offset = row_offsets(ids, cache.BLOCK_UNITS, cache.ROW_UNITS, cache.BLOCK_SIZE)
+    rotary = tl.arange(0, cache.ROPE)
+    if not tile.HOLDS_NEXT:
+        latent = _latent_of(ids, cache)
     rope = tl.load(
-        rope_ptr + ((offset * ROPE_UNIT)[:, None] + rotary[None, :]), mask=there[:, None], other=0
-    )
+        cache.rope_ptr + ((offset * cache.ROPE_UNIT)[:, None] + rotary[None, :]),
+        mask=there[:, None], other=0,
+    )  # fmt: skip
     factors = 0.0
-    if SCALED:
-        part = tl.arange(0, WIDTH // _BLOCK)
+    if cache.SCALED:
+        part = tl.arange(0, cache.WIDTH // _BLOCK)
         factors = tl.load(
-            scales_ptr + ((offset * SCALE_UNIT)[:, None] + part[None, :]),
+            cache.scales_ptr + ((offset * cache.SCALE_UNIT)[:, None] + part[None, :]),
             mask=there[:, None], other=0,
         )  # fmt: skip
-    k = elements_of(latent, factors, KIND, SCALED, COMPUTE, HARDWARE_E4M3)
-    if KIND == 0 or not SCALED:
+    k = elements_of(latent, factors, KIND, cache.SCALED, COMPUTE, HARDWARE_E4M3)
+    if KIND == 0 or not cache.SCALED:
         p = elements_of(rope, 0.0, KIND, False, COMPUTE, HARDWARE_E4M3)
     elif tl.bfloat16 == COMPUTE:
         p = rope
@@ -80,9 +93,9 @@ def _attend_listed(
     scores = tl.zeros([m.shape[0], ids.shape[0]], tl.float32)
     scores = scores_of(q, k, scores, IEEE)
     scores = scores_of(r, p, scores, IEEE)
-    if HOLDS_NEXT:
+    if tile.HOLDS_NEXT:
         # The next step's latent parts are loaded only now, when this step's have left registers.
-        latent = _latent_of(ahead, latent_ptr, block, stride, BLOCK_SIZE, LATENT_UNIT, WIDTH)
+        latent = _latent_of(ahead, cache)
     top, alpha, weights = weights_of(scores, m, there, scale)
     l = tl.fma(l, alpha, tl.sum(weights, 1))
     weights = weights.to(COMPUTE)
@@ -91,21 +104,128 @@ def _attend_listed(
 
 
 @triton.jit
-def _write(
-    m, l, acc, token, head, wanted, out_ptr, lse_ptr, sinks_ptr, factor, out_token, out_head,
-    lse_token, SINKS: tl.constexpr, LSE: tl.constexpr,
-):  # fmt: skip
-    """Write output and LSE of some heads of one token; ``acc`` is ``[ROWS, WIDTH]``."""
+def _write(m, l, acc, token, head, wanted, factor, out):
+    """Write output and LSE of some heads of one token.
+
+    ``m``, ``l`` and ``acc`` ``[ROWS, WIDTH]`` are the state of the heads ``head`` ``[ROWS]``, of
+    which those are written that are ``wanted``; ``factor`` fp32 is the factor of outputs.
+    """
     columns = tl.arange(0, acc.shape[1])
     write_rows(
-        m, l, acc, head * 0 + token, head, wanted, columns, columns >= 0,
-        Out(
-            out_ptr=out_ptr, lse_ptr=lse_ptr, sinks_ptr=sinks_ptr, output_scale_ptr=None,
-            out_token=out_token, out_head=out_head, lse_token=lse_token, SINKS=SINKS,
-            FP8_OUT=False, LSE=LSE,
-        ),
-        factor, LSE, False,
+        m, l, acc, head * 0 + token, head, wanted, columns, columns >= 0, out, factor, out.LSE,
+        False,
     )  # fmt: skip
+
+
+@triton.jit
+def length_of(token, lists):
+    """Entries of the list of ``token``, int32."""
+    if lists.lens_ptr is None:
+        length = lists.topk
+    else:
+        length = tl.minimum(tl.load(lists.lens_ptr + token), lists.topk)
+    return length
+
+
+@triton.jit
+def attend_lists(query, cache, lists, scratch, out, tile):
+    """Attention of a program's span of a token's list; the arguments are groups."""
+    TILES: tl.constexpr = tile.SEGMENT // tile.KV_TILE
+    pid = tl.program_id(0)
+    # Programs of a token's head tiles are neighbours, so that they find its rows in the L2 cache.
+    token = (pid // tile.HEAD_TILES).to(tl.int64)
+    in_group = (pid % tile.HEAD_TILES) * tile.ROWS
+    part = tl.program_id(1)
+    length = length_of(token, lists)
+    low = part * (tile.SPAN * TILES)
+    high = tl.minimum(low + tile.SPAN * TILES, tl.cdiv(length, tile.KV_TILE))
+    row = tl.arange(0, tile.ROWS)
+    head = in_group + row
+    wanted = head < tile.NUM_HEADS
+    # The branch tells Triton that the loop runs at least once. Triton 3.6 needs that to keep the
+    # products of warp groups apart.
+    if high > low:
+        _attend_span(
+            pid, part, token, head, wanted, low, high, length, query, cache, lists, scratch, out,
+            tile,
+        )  # fmt: skip
+    elif tile.SPAN >= tile.SEGMENTS:
+        nothing = tl.zeros([tile.ROWS, cache.WIDTH], tl.float32)
+        m = tl.full([tile.ROWS], float("-inf"), tl.float32)
+        _write(m, tl.zeros([tile.ROWS], tl.float32), nothing, token, head, wanted, 1.0, out)
+
+
+@triton.jit
+def _attend_span(
+    pid, part, token, head, wanted, low, high, length, query, cache, lists, scratch, out, tile
+):
+    """Attention of steps ``[low, high)`` of a token's list, which are a program's span ``part``.
+
+    If the span is the whole list, write the result. Else store the state of each segment.
+
+    ``pid`` is the number of the token's tile of heads, ``head`` ``[ROWS]`` int32 are its heads, and
+    ``wanted`` says which of them there are. The list has ``length`` entries.
+    """
+    TILES: tl.constexpr = tile.SEGMENT // tile.KV_TILE
+    WHOLE: tl.constexpr = tile.SPAN >= tile.SEGMENTS
+    CLOSES: tl.constexpr = tile.FOLDS and tile.SPAN > 1
+    ROWS: tl.constexpr = tile.ROWS
+    KV_TILE: tl.constexpr = tile.KV_TILE
+    WIDTH: tl.constexpr = cache.WIDTH
+    ROPE: tl.constexpr = cache.ROPE
+    offset = token * query.query_token + head * query.query_head
+    q = load_query(query.query_ptr, offset, wanted, 0, WIDTH, WIDTH, WIDTH, 0).to(tile.COMPUTE)
+    offset = token * query.rotary_token + head * query.rotary_head
+    r = load_query(query.rotary_ptr, offset, wanted, 0, ROPE, ROPE, ROPE, 0).to(tile.COMPUTE)
+    factor = 1.0
+    if cache.factor_ptr is not None:
+        factor = tl.load(cache.factor_ptr)
+    logits_scale = query.scale * factor * LOG2E
+    mine = lists.ids_ptr + token * lists.ids_row
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, WIDTH], tl.float32)
+    M = m
+    L = l
+    A = acc
+    slot = pid * tile.SEGMENTS
+    ids = listed_ids(mine, low, length, KV_TILE)
+    ahead = listed_ids(mine, low + 1, length, KV_TILE)
+    latent = 0
+    if tile.HOLDS_NEXT:
+        latent = _latent_of(ids, cache)
+    for number in tl.range(low, high, num_stages=tile.STAGES, disable_licm=True):
+        if not tile.CARRIES_IDS:
+            ids = listed_ids(mine, number, length, KV_TILE)
+        m, l, acc, held = _attend_listed(
+            m, l, acc, ids, ahead, latent, q, r, logits_scale, cache, tile
+        )
+        if tile.HOLDS_NEXT:
+            latent = held
+        if tile.CARRIES_IDS:
+            # Triton does not pipeline a loop that merely hands a value on. This maximum changes
+            # nothing, since ids are at least -1.
+            ids = tl.maximum(ahead, -1)
+            ahead = listed_ids(mine, number + 2, length, KV_TILE)
+        if CLOSES:
+            if ((number + 1) % TILES == 0) | (number + 1 == high):
+                if WHOLE:
+                    M, L, A = fold(M, L, A, m, l, acc)
+                else:
+                    store_planes(
+                        scratch, slot + number // TILES, m, l, State(m, l, acc, acc, acc, acc)
+                    )
+                m = tl.full([ROWS], float("-inf"), tl.float32)
+                l = tl.zeros([ROWS], tl.float32)
+                acc = tl.zeros_like(acc)
+    if WHOLE:
+        if not CLOSES:
+            M = m
+            L = l
+            A = acc
+        _write(M, L, A, token, head, wanted, factor, out)
+    elif not CLOSES:
+        store_planes(scratch, slot + part, m, l, State(m, l, acc, acc, acc, acc))
 
 
 @triton.jit(
@@ -173,95 +293,30 @@ def sparse_mla_kernel(
     if HASTENS:
         # The kernel that folds may be started now; it waits for this one by itself.
         gdc_launch_dependents()
-    TILES: tl.constexpr = SEGMENT // KV_TILE
-    WHOLE: tl.constexpr = SPAN >= SEGMENTS
-    pid = tl.program_id(0)
-    # Programs of a token's head tiles are neighbours, so that they find its rows in the L2 cache.
-    token = (pid // HEAD_TILES).to(tl.int64)
-    in_group = (pid % HEAD_TILES) * ROWS
-    part = tl.program_id(1)
-    if lens_ptr is None:
-        length = topk
-    else:
-        length = tl.minimum(tl.load(lens_ptr + token), topk)
-    low = part * (SPAN * TILES)
-    high = tl.minimum(low + SPAN * TILES, tl.cdiv(length, KV_TILE))
-    row = tl.arange(0, ROWS)
-    head = in_group + row
-    wanted = head < NUM_HEADS
-    # The branch tells Triton that the loop runs at least once. Triton 3.6 needs that to keep the
-    # products of warp groups apart.
-    if high > low:
-        offset = token * query_token + head * query_head
-        q = load_query(query_ptr, offset, wanted, 0, WIDTH, WIDTH, WIDTH, 0).to(COMPUTE)
-        offset = token * rotary_token + head * rotary_head
-        r = load_query(rotary_ptr, offset, wanted, 0, ROPE, ROPE, ROPE, 0).to(COMPUTE)
-        factor = 1.0
-        if factor_ptr is not None:
-            factor = tl.load(factor_ptr)
-        logits_scale = scale * factor * LOG2E
-        mine = ids_ptr + token * ids_row
-        m = tl.full([ROWS], float("-inf"), tl.float32)
-        l = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, WIDTH], tl.float32)
-        M = m
-        L = l
-        A = acc
-        slot = pid * SEGMENTS
-        ids = listed_ids(mine, low, length, KV_TILE)
-        ahead = listed_ids(mine, low + 1, length, KV_TILE)
-        latent = 0
-        if HOLDS_NEXT:
-            latent = _latent_of(
-                ids, latent_ptr, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE, LATENT_UNIT, WIDTH
-            )
-        for tile in tl.range(low, high, num_stages=STAGES, disable_licm=True):
-            if not CARRIES_IDS:
-                ids = listed_ids(mine, tile, length, KV_TILE)
-            m, l, acc, held = _attend_listed(
-                m, l, acc, ids, ahead, latent, q, r, logits_scale, latent_ptr, rope_ptr,
-                scales_ptr, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE, LATENT_UNIT, ROPE_UNIT, SCALE_UNIT,
-                WIDTH, ROPE, KIND, SCALED, COMPUTE, HARDWARE_E4M3, HOLDS_NEXT,
-            )  # fmt: skip
-            if HOLDS_NEXT:
-                latent = held
-            if CARRIES_IDS:
-                # Triton does not pipeline a loop that merely hands a value on. This maximum changes
-                # nothing, since ids are at least -1.
-                ids = tl.maximum(ahead, -1)
-                ahead = listed_ids(mine, tile + 2, length, KV_TILE)
-            if FOLDS and SPAN > 1:
-                if ((tile + 1) % TILES == 0) | (tile + 1 == high):
-                    if WHOLE:
-                        M, L, A = fold(M, L, A, m, l, acc)
-                    else:
-                        store_state(
-                            states_ptr, sums_ptr, slot + tile // TILES, m, l, acc, None, None,
-                            None, ROWS, WIDTH, 1,
-                        )  # fmt: skip
-                    m = tl.full([ROWS], float("-inf"), tl.float32)
-                    l = tl.zeros([ROWS], tl.float32)
-                    acc = tl.zeros_like(acc)
-        if WHOLE:
-            if not (FOLDS and SPAN > 1):
-                M = m
-                L = l
-                A = acc
-            _write(
-                M, L, A, token, head, wanted, out_ptr, lse_ptr, sinks_ptr, factor, out_token,
-                out_head, lse_token, SINKS, LSE,
-            )  # fmt: skip
-        elif not (FOLDS and SPAN > 1):
-            store_state(
-                states_ptr, sums_ptr, slot + part, m, l, acc, None, None, None, ROWS, WIDTH, 1,
-            )  # fmt: skip
-    elif WHOLE:
-        nothing = tl.zeros([ROWS, WIDTH], tl.float32)
-        _write(
-            tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32), nothing,
-            token, head, wanted, out_ptr, lse_ptr, sinks_ptr, 1.0, out_token, out_head, lse_token,
-            SINKS, LSE,
-        )  # fmt: skip
+    attend_lists(
+        Query(
+            query_ptr=query_ptr, rotary_ptr=rotary_ptr, query_token=query_token,
+            query_head=query_head, rotary_token=rotary_token, rotary_head=rotary_head, scale=scale,
+        ),
+        Cache(
+            latent_ptr=latent_ptr, rope_ptr=rope_ptr, scales_ptr=scales_ptr, factor_ptr=factor_ptr,
+            BLOCK_SIZE=BLOCK_SIZE, BLOCK_UNITS=BLOCK_UNITS, ROW_UNITS=ROW_UNITS,
+            LATENT_UNIT=LATENT_UNIT, ROPE_UNIT=ROPE_UNIT, SCALE_UNIT=SCALE_UNIT, WIDTH=WIDTH,
+            ROPE=ROPE, KIND=KIND, SCALED=SCALED, HARDWARE_E4M3=HARDWARE_E4M3,
+        ),
+        Lists(ids_ptr=ids_ptr, lens_ptr=lens_ptr, ids_row=ids_row, topk=topk),
+        Scratch(states_ptr=states_ptr, sums_ptr=sums_ptr, USED=ROWS, WIDTH=WIDTH, PLANES=1),
+        Out(
+            out_ptr=out_ptr, lse_ptr=lse_ptr, sinks_ptr=sinks_ptr, output_scale_ptr=None,
+            out_token=out_token, out_head=out_head, lse_token=lse_token, SINKS=SINKS,
+            FP8_OUT=False, LSE=LSE,
+        ),
+        Tile(
+            NUM_HEADS=NUM_HEADS, HEAD_TILES=HEAD_TILES, ROWS=ROWS, KV_TILE=KV_TILE, SEGMENT=SEGMENT,
+            SEGMENTS=SEGMENTS, COMPUTE=COMPUTE, STAGES=STAGES, SPAN=SPAN, FOLDS=FOLDS,
+            CARRIES_IDS=CARRIES_IDS, HOLDS_NEXT=HOLDS_NEXT,
+        ),
+    )  # fmt: skip
 
 
 @triton.jit(
