@@ -27,19 +27,19 @@ from typing import NamedTuple, TypeAlias
 
 import triton.language as tl
 
-Optional: TypeAlias = tl.tensor | None
+OptionalTensor: TypeAlias = tl.tensor | None
 """The type of a field that may be None."""
 
 
 class Mask(NamedTuple):
     """The rules that say which keys a query sees, and pointers to each request's own rules."""
 
-    causal_ptr: Optional
+    causal_ptr: OptionalTensor
     """``[R]`` bool, whether each request is causal; read where CAUSAL is 2."""
-    prefix_ptr: Optional
+    prefix_ptr: OptionalTensor
     """``[R]`` int32, number of each request's first keys that all its queries see; read with
     RSWA."""
-    ranges_ptr: Optional
+    ranges_ptr: OptionalTensor
     """``[R, num_ranges, 2]`` int32, first and last position of ranges; read with RANGES.
 
     Tokens of a range see each other. An unused range has its first position above its last."""
@@ -146,11 +146,11 @@ class Out(NamedTuple):
 
     out_ptr: tl.tensor
     """``[T, H, SIZE]``; with FP8_OUT of e4m3, as uint8."""
-    lse_ptr: Optional
+    lse_ptr: OptionalTensor
     """``[T, H]`` fp32; written with LSE."""
-    sinks_ptr: Optional
+    sinks_ptr: OptionalTensor
     """``[H]``, the logit of each head's sink; read with SINKS."""
-    output_scale_ptr: Optional
+    output_scale_ptr: OptionalTensor
     """One fp32 by which outputs are divided; read with FP8_OUT."""
     out_token: tl.tensor
     """int32, elements from a token's output to the next one's."""
