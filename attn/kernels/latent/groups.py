@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import triton.language as tl
 
-from attn.kernels.lang.groups import Optional
+from attn.kernels.lang.groups import OptionalTensor
 
 
 class Query(NamedTuple):
@@ -45,7 +45,7 @@ class Cache(NamedTuple):
     """``[N, BLOCK_SIZE, words]``, latent parts."""
     rope_ptr: tl.tensor
     """``[N, BLOCK_SIZE, words]``, rotary parts."""
-    scale_ptr: Optional
+    scale_ptr: OptionalTensor
     """One fp32, the factor of all elements; read where KIND is not 0."""
     table_ptr: tl.tensor
     """``[R, table_row]`` int32, pages of the requests."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import triton.language as tl
 
-from attn.kernels.lang.groups import Optional
+from attn.kernels.lang.groups import OptionalTensor
 
 
 class Query(NamedTuple):
@@ -38,9 +38,9 @@ class Cache(NamedTuple):
     """``[N, BLOCK_SIZE, WIDTH]``, latent parts as they are stored."""
     rope_ptr: tl.tensor
     """``[N, BLOCK_SIZE, ROPE]``, rotary parts as they are stored."""
-    scales_ptr: Optional
+    scales_ptr: OptionalTensor
     """``[N, BLOCK_SIZE, WIDTH / 128]`` fp32, factors of latent elements; read with SCALED."""
-    factor_ptr: Optional
+    factor_ptr: OptionalTensor
     """One fp32, the factor of all elements; None where there is none."""
     BLOCK_SIZE: tl.constexpr
     """int, tokens of a page."""
@@ -73,7 +73,7 @@ class Lists(NamedTuple):
 
     ids_ptr: tl.tensor
     """``[T, topk]`` int32, number of each listed row; -1 for none."""
-    lens_ptr: Optional
+    lens_ptr: OptionalTensor
     """``[T]`` int32, entries of each list; None where all lists have ``topk``."""
     ids_row: tl.tensor
     """int32, elements from a token's list to the next one's."""
