@@ -59,7 +59,7 @@ class Cache(NamedTuple):
     ROPE: tl.constexpr
     """int, elements of a rotary part."""
     KIND: tl.constexpr
-    """int, how elements are stored, as in :mod:`attn.kernels.lang.stored`."""
+    """int, how elements are stored: a kind of :mod:`attn.kernels.lang.stored`."""
     SCALED: tl.constexpr
     """bool, whether each 128 latent elements have a factor."""
     HARDWARE_E4M3: tl.constexpr
