@@ -94,7 +94,7 @@ class CompiledLaunch:
         self._call, self._base, self._is_nested = _bottom_of(compiled, [*arguments.values()])
         self._words, places, encoders = self._expanded(arguments)
         self._types = [*map(type, varying.values())]
-        self._groups: list[tuple[int, slice, tuple[Any, ...]]] = []
+        self._groups: list[tuple[int, slice, tuple[Any, ...], tuple[bool, ...] | None]] = []
         self._descriptors: list[tuple[int, slice, _Encoder]] = []
         self._tensor_places: list[int] = []
         self._integer_places: list[tuple[int, int]] = []
@@ -108,12 +108,17 @@ class CompiledLaunch:
             if any(one.is_constexpr or one.is_const or one.annotation_type for one in members):
                 raise UnknownError
             param, place = members[0], places[members[0].name]
-            is_waived = param.do_not_specialize or param.do_not_specialize_on_alignment
+            is_waived = all(
+                one.do_not_specialize or one.do_not_specialize_on_alignment for one in members
+            )
             if type(value) is Pointers:
                 where = [places[member.name].start for member in members]
                 if where != [*range(where[0], where[0] + len(where))]:
                     raise UnknownError
-                self._groups.append((index, slice(where[0], where[-1] + 1), value.kinds))
+                span = slice(where[0], where[-1] + 1)
+                self._groups.append(
+                    (index, span, value.kinds, None if is_waived else value.aligned)
+                )
             elif type(value) in TENSORS:
                 self._tensor_places.append(place.start)
                 tensors.append(index)
@@ -198,9 +203,9 @@ class CompiledLaunch:
             words[place] = address
         for index, place in self._integer_places:
             words[place] = values[index]
-        for index, where, kinds in self._groups:
+        for index, where, kinds, aligned in self._groups:
             pointers = values[index]
-            if pointers.kinds != kinds:
+            if pointers.kinds != kinds or (aligned is not None and pointers.aligned != aligned):
                 return None
             words[where] = pointers.addresses
         for index, where, encoder in self._descriptors:

@@ -17,12 +17,10 @@ class Pointers:
         """
         self.tensors = tensors
         self.addresses = [tensor.data_ptr() for tensor in tensors]
-        self.kinds = tuple(
-            (tensor.dtype, tensor.is_cuda, address % 16 == 0)
-            for tensor, address in zip(tensors, self.addresses, strict=True)
-        )
-        """Type of each tensor, whether it is on a GPU, and whether its address is aligned to 16
-        bytes: all that a kernel is compiled for."""
+        self.kinds = tuple((tensor.dtype, tensor.is_cuda) for tensor in tensors)
+        """Type of each tensor, and whether it is on a GPU."""
+        self.aligned = tuple(address % 16 == 0 for address in self.addresses)
+        """Whether the address of each tensor is aligned to 16 bytes."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and unpickle through the constructor, which reads the new tensors' addresses."""

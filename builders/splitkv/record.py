@@ -71,6 +71,9 @@ PLAN_POINTERS = (
 )
 """Names of a kernel's arguments for the tensors of a :class:`SplitPlan`, in the order of its
 fields."""
+TILE_POINTERS = ("tile_starts_ptr", "num_tiles_ptr", "counter_ptr")
+"""Names of a kernel's arguments for the tensors of a :class:`HopperPlan`, in the order of its
+fields."""
 
 
 @dataclass(frozen=True)
@@ -250,6 +253,11 @@ class HopperPlan:
     dequantised: DequantisedKeys | None = None
     """Workspace into which keys and values of a quantised cache are dequantised first; None where
     each tile dequantises the keys that it reads."""
+
+    @cached_property
+    def pointers(self) -> Pointers:
+        """The plan's tensors, in the order of the fields and of :data:`TILE_POINTERS`."""
+        return Pointers(self.tile_starts, self.num_tiles, self.counter)
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,6 @@ class DenseLauncher:
             launches = self._dequantised.launches(hopper, step, tensors, varying, variant)
             if launches is not None:
                 return launches
-        varying["tile_starts_ptr"] = plan.tile_starts
         varying["query_start_ptr"] = step.query_start_loc
         varying["seq_lens_ptr"] = step.seq_lens
         varying["num_reqs"] = step.num_reqs
@@ -160,6 +159,7 @@ class DenseLauncher:
             on_hopper = self._prefill_on_hopper(hopper, step, tensors, varying, variant)
             if on_hopper is not None:
                 return (on_hopper,)
+        varying["tile_starts_ptr"] = plan.tile_starts
         varying["first_ptr"] = step.first_positions
 
         def new_launcher() -> Launcher:

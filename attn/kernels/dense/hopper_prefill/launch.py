@@ -20,7 +20,7 @@ from builders.dense.choice import (
 from builders.dense.dequantised import dequantised_value_type
 from builders.launch.call import LaunchOptions
 from builders.launch.launcher import Launcher
-from builders.splitkv.record import HopperPlan
+from builders.splitkv.record import TILE_POINTERS, HopperPlan
 from builders.splitkv.tiles import HopperTile
 from specs.devices import DeviceKind
 from specs.dtypes import CacheDType
@@ -96,9 +96,7 @@ class HopperLauncher(HopperVariants[HopperPlan]):
             page = (1, fixed["RUN"], 1, COLUMNS)
             varying["k_desc"] = self._described("k", keys.key, page, tensors)
             varying["v_desc"] = self._described("v", keys.value, page, tensors)
-        varying["tile_starts_ptr"] = plan.tile_starts
-        varying["num_tiles_ptr"] = plan.num_tiles
-        varying["counter_ptr"] = plan.counter
+        varying["plan"] = plan.pointers
         varying["programs"] = plan.programs
         return plan.programs
 
@@ -164,6 +162,7 @@ class HopperLauncher(HopperVariants[HopperPlan]):
             hopper_prefill_kernel,
             fixed,
             varying,
+            groups={"plan": TILE_POINTERS},
             options=LaunchOptions(waits=True, few_registers=True),
         )
 
@@ -183,9 +182,7 @@ def _kind_of(cache_dtype: CacheDType) -> int:
 
 _VARYING = (
     "q_desc",
-    "tile_starts_ptr",
-    "num_tiles_ptr",
-    "counter_ptr",
+    "plan",
     "programs",
     "out_ptr",
     "lse_ptr",
