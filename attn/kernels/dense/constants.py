@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +21,21 @@ from specs.dtypes import KVQuantMode
 if TYPE_CHECKING:
     from builders.dense.record import TritonAttentionMetadata
 
+ABSENT: dict[str, Any] = {
+    "k_inline_ptr": None,
+    "v_inline_ptr": None,
+    "k_scale_ptr": None,
+    "v_scale_ptr": None,
+    "lse_ptr": None,
+    "output_scale_ptr": None,
+    "sinks_ptr": None,
+    "slopes_ptr": None,
+    "causal_ptr": None,
+    "prefix_ptr": None,
+    "ranges_ptr": None,
+    "num_ranges": 0,
+}
+"""Arguments of the dense kernels that a step may lack, and what a launch then passes for them."""
 FINISH_CELLS = 1024
 """Elements of a state that a program folds at a time."""
 _TRITON_TYPES = {
@@ -41,6 +56,16 @@ def compute_type(model: torch.dtype, stored: Stored, element: torch.dtype) -> tu
     # under Triton's interpreter too, which would multiply the bit patterns.
     is_right = element == model and not (INTERPRETED.value and model == torch.bfloat16)
     return _TRITON_TYPES[model] if is_right else tl.float32, False
+
+
+def absent_arguments(names: Sequence[str], varying: Mapping[str, Any]) -> dict[str, Any]:
+    """The fixed arguments that stand for those which a step lacks.
+
+    Args:
+        names: a kernel's arguments.
+        varying: the arguments that the step gives.
+    """
+    return {name: value for name, value in ABSENT.items() if name in names and name not in varying}
 
 
 def strides(tensors: DenseTensors, k_words: torch.Tensor, v_words: torch.Tensor) -> dict[str, Any]:

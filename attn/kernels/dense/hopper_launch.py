@@ -150,7 +150,8 @@ class HopperVariants(ABC, Generic[Plan]):
                 name; or the plan is for a layer of another shape.
         """
         launcher = self._variants.of(
-            (self._static(plan), key), lambda: self._new_launcher(plan, step, tensors, check())
+            (self._static(plan), key),
+            lambda: self._new_launcher(plan, step, tensors, check(), varying),
         )
         if launcher is None:
             return None
@@ -184,8 +185,13 @@ class HopperVariants(ABC, Generic[Plan]):
         step: TritonAttentionMetadata,
         tensors: DenseTensors,
         constants: Mapping[str, Any],
+        varying: Mapping[str, Any],
     ) -> Launcher | None:
-        """The launcher of a new variant; None leaves the step to the portable kernel."""
+        """The launcher of a new variant; None leaves the step to the portable kernel.
+
+        ``constants`` are what ``check`` returned, ``varying`` what the step gives; see
+        :meth:`bind`.
+        """
 
     @abstractmethod
     def _add_varying(

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attn.kernels.dense.checks import check_call, check_heads
-from attn.kernels.dense.constants import prefill_constants, shared_constants, split_constants
+from attn.kernels.dense.constants import (
+    absent_arguments,
+    prefill_constants,
+    shared_constants,
+    split_constants,
+)
 from attn.kernels.dense.decode import decode_kernel
 from attn.kernels.dense.prefill import prefill_kernel
 from attn.kernels.dense.tensors import DenseLayer, DenseTensors, KeyRows, stored_as
@@ -114,6 +119,7 @@ class DenseLauncher:
             fixed = self._fixed(step, tensors, varying)
             check_heads(self.layer, plan)
             fixed |= split_constants(plan, fixed["V_WIDTH"] * fixed["PLANES"])
+            fixed |= absent_arguments(decode_kernel.arg_names, varying)
             tile, names = plan.tile, varying.keys() & set(decode_kernel.arg_names)
             return Launcher(
                 decode_kernel,
@@ -167,6 +173,7 @@ class DenseLauncher:
             tile, own = prefill_constants(plan.tile, fixed)
             fixed |= own
             fixed["HEADS"] = self.layer.num_heads
+            fixed |= absent_arguments(prefill_kernel.arg_names, varying)
             return Launcher(
                 prefill_kernel,
                 fixed,
@@ -275,35 +282,45 @@ class DenseLauncher:
         )
 
     def _varying(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> dict[str, Any]:
-        """The arguments that differ from launch to launch, for all dense kernels."""
-        rows = tensors.rows
+        """The arguments that differ from launch to launch, for all dense kernels.
+
+        Tensors that are not given are left out; which these are is a part of the variant key.
+        """
+        rows, table, causal = tensors.rows, step.block_table, step.causal
         assert rows is not None
-        keys, output, ranges = tensors.keys, tensors.output, step.mm_ranges
-        causal: Any = step.causal
-        if isinstance(causal, bool):
-            causal = None
-        elif causal.dtype == torch.bool:
-            causal = causal.view(torch.uint8)
-        return {
+        varying: dict[str, Any] = {
             "query_ptr": tensors.query,
             "key_ptr": rows.words[0],
             "value_ptr": rows.words[1],
-            "k_inline_ptr": keys.key_scale,
-            "v_inline_ptr": keys.value_scale,
-            "k_scale_ptr": tensors.k_scale,
-            "v_scale_ptr": tensors.v_scale,
-            "out_ptr": output if tensors.output_scale is None else output.view(torch.uint8),
-            "lse_ptr": tensors.lse,
-            "output_scale_ptr": tensors.output_scale,
-            "table_ptr": step.block_table,
-            "causal_ptr": causal,
-            "prefix_ptr": step.rswa_prefix_lens,
-            "ranges_ptr": ranges,
-            "sinks_ptr": tensors.sinks,
-            "slopes_ptr": tensors.alibi_slopes,
-            "table_row": step.block_table.stride()[0],
-            "num_ranges": 0 if ranges is None else ranges.shape[1],
+            "out_ptr": tensors.output,
+            "table_ptr": table,
+            "table_row": table.stride()[0],
         }
+        if tensors.keys.key_scale is not None:
+            varying["k_inline_ptr"] = tensors.keys.key_scale
+            varying["v_inline_ptr"] = tensors.keys.value_scale
+        if tensors.k_scale is not None:
+            varying["k_scale_ptr"] = tensors.k_scale
+        if tensors.v_scale is not None:
+            varying["v_scale_ptr"] = tensors.v_scale
+        if tensors.lse is not None:
+            varying["lse_ptr"] = tensors.lse
+        if tensors.output_scale is not None:
+            varying["output_scale_ptr"] = tensors.output_scale
+            varying["out_ptr"] = tensors.output.view(torch.uint8)
+        if tensors.sinks is not None:
+            varying["sinks_ptr"] = tensors.sinks
+        if tensors.alibi_slopes is not None:
+            varying["slopes_ptr"] = tensors.alibi_slopes
+        if not isinstance(causal, bool):
+            is_bool = causal.dtype == torch.bool
+            varying["causal_ptr"] = causal.view(torch.uint8) if is_bool else causal
+        if step.rswa_prefix_lens is not None and step.rswa_window is not None:
+            varying["prefix_ptr"] = step.rswa_prefix_lens
+        if step.mm_ranges is not None:
+            varying["ranges_ptr"] = step.mm_ranges
+            varying["num_ranges"] = step.mm_ranges.shape[1]
+        return varying
 
     def _fixed(
         self, step: TritonAttentionMetadata, tensors: DenseTensors, varying: Mapping[str, Any]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from attn.kernels.dense.constants import absent_arguments
 from attn.kernels.dense.hopper_decode.kernel import hopper_decode_kernel
 from attn.kernels.dense.hopper_launch import COLUMNS, HopperVariants, asked, is_planned
 from builders.dense.choice import decode_kernel_of
@@ -70,6 +71,7 @@ class HopperDecodeLauncher(HopperVariants[SplitPlan]):
         step: TritonAttentionMetadata,
         tensors: DenseTensors,
         constants: Mapping[str, Any],
+        varying: Mapping[str, Any],
     ) -> Launcher | None:
         if not serves(self._layer, plan, step, tensors):
             return None
@@ -107,10 +109,11 @@ class HopperDecodeLauncher(HopperVariants[SplitPlan]):
             "CONSUMERS": plan.hopper.consumers,
             "FINISH_WIDTH": min(layer.head_size, FINISH_CELLS // constants["FINISH_ROWS"]),
         }
+        absent = absent_arguments(_VARYING, varying)
         return Launcher(
             hopper_decode_kernel,
-            fixed,
-            _VARYING,
+            fixed | absent,
+            [name for name in _VARYING if name not in absent],
             groups={"plan": PLAN_POINTERS},
             options=LaunchOptions(waits=True),
         )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from attn.kernels.dense.constants import absent_arguments
 from attn.kernels.dense.hopper_launch import COLUMNS, Descriptors, HopperVariants, asked
 from attn.kernels.dense.hopper_prefill.kernel import hopper_prefill_kernel
 from attn.kernels.lang.memory import alignment
@@ -106,6 +107,7 @@ class HopperLauncher(HopperVariants[HopperPlan]):
         step: TritonAttentionMetadata,
         tensors: DenseTensors,
         constants: Mapping[str, Any],
+        varying: Mapping[str, Any],
     ) -> Launcher | None:
         tile = tile_of(self._layer, plan, step, tensors)
         if tile is None:
@@ -157,11 +159,12 @@ class HopperLauncher(HopperVariants[HopperPlan]):
         fixed |= dict(zip(names, words, strict=True))
         rows, descriptors = ("key_ptr", "value_ptr"), ("k_desc", "v_desc")
         fixed |= dict.fromkeys(descriptors if narrow else rows)
-        varying = (*_VARYING, *(rows if narrow else descriptors))
+        wanted = (*_VARYING, *(rows if narrow else descriptors))
+        absent = absent_arguments(wanted, varying)
         return Launcher(
             hopper_prefill_kernel,
-            fixed,
-            varying,
+            fixed | absent,
+            [name for name in wanted if name not in absent],
             groups={"plan": TILE_POINTERS},
             options=LaunchOptions(waits=True, few_registers=True),
         )

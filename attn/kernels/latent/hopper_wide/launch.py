@@ -142,6 +142,7 @@ class HopperLatentLauncher(HopperVariants[SplitPlan]):
         step: TritonAttentionMetadata,
         tensors: DenseTensors,
         constants: Mapping[str, Any],
+        varying: Mapping[str, Any],
     ) -> Launcher | None:
         check_serves(self._layer, plan, step, tensors)
         output, lse, rows = tensors.output, tensors.lse, tensors.keys.key
@@ -168,11 +169,10 @@ class HopperLatentLauncher(HopperVariants[SplitPlan]):
                 "EARLY": plan.tile.head_tiles == 1,
                 "PREFETCH": plan.heads > 1 and rows.stride(1) == rows.shape[-1],
             }
-            varying = (*_VARYING, "cache_ptr")
             return Launcher(
                 hopper_mla_kernel,
                 fixed,
-                varying,
+                (*_VARYING, "cache_ptr"),
                 groups=_PLAN,
                 options=LaunchOptions(num_warps=4, waits=True),
             )
