@@ -42,7 +42,7 @@ test-vllm: $(VLLMS:%=$(VLLM_VENV)/%/.installed)
 DOCS_INSTALLED := $(VENV)/.docs-installed
 
 docs: $(DOCS_INSTALLED)
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 $(DOCS_INSTALLED): $(INSTALLED)
 	PIP_CONSTRAINT=constraints.txt $(BIN)/$(INSTALL) -e '.[docs]'

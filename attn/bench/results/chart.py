@@ -59,7 +59,8 @@ class Case:
     @property
     def verdict(self) -> str:
         """``ahead`` or ``behind`` where the ratio differs from 1 by more than the spread, else
-        ``level``."""
+        ``level``.
+        """
         if abs(1 - self.ratio) <= self.spread:
             return "level"
         return "ahead" if self.ratio < 1 else "behind"
@@ -190,6 +191,8 @@ def _is_engine(page: str) -> bool:
 
 def _height(page: str) -> float:
     lines = len(workloads_of(page)) * 1.4 if _is_engine(page) else len(_by_kind(page))
+    if not lines:
+        raise ValueError("no case has a time beside another kernel's")
     return 1.1 + 0.42 * lines
 
 
@@ -263,7 +266,7 @@ def write(figure: Figure, path: Path) -> None:
     """
     import matplotlib
 
-    settings = {"svg.hashsalt": "attn", "svg.fonttype": "none", "font.family": "sans-serif"}
+    settings: Any = {"svg.hashsalt": "attn", "svg.fonttype": "none", "font.family": "sans-serif"}
     with matplotlib.rc_context(settings):
         figure.savefig(path, format="svg", metadata={"Date": None}, facecolor="white")
     # Matplotlib leaves blanks at the ends of lines.
