@@ -61,6 +61,25 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return links_inside(blocks.filled(markdown), page.file.src_uri)
 
 
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """Refuse a page that a browser would not show without a network."""
+    found = loads(output)
+    if found:
+        raise ValueError(f"{page.file.src_uri} loads {', '.join(found)}")
+    return output
+
+
+def loads(html: str) -> list[str]:
+    """Addresses of other machines that a browser asks when it shows a page.
+
+    Args:
+        html: the page.
+    """
+    tags = re.findall(r"<(?:script|link|img|iframe|source)\b[^>]*>", html)
+    found = [re.search(r"""(?:src|href)=["']?((?:https?:)?//[^\s"'>]+)""", tag) for tag in tags]
+    return [match[1] for match in found if match]
+
+
 def front_page(readme: str) -> str:
     """The README as a page of ``docs``.
 

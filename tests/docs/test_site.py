@@ -72,6 +72,16 @@ def test_links_stay_on_the_site(page, link, becomes):
     assert hook.links_inside(link, page) == becomes
 
 
+def test_a_page_that_asks_another_machine_is_refused():
+    html = """<link rel=stylesheet href="site.css"><a href="https://example.org">x</a>
+    <script src=https://example.org/a.js></script><img alt="" src="//example.org/b.png">"""
+    assert hook.loads(html) == ["https://example.org/a.js", "//example.org/b.png"]
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="vllm.md"))
+    with pytest.raises(ValueError, match=r"vllm\.md loads https://example\.org/a\.js"):
+        hook.on_post_page(html, page)
+    assert hook.on_post_page("<p>", page) == "<p>"
+
+
 def test_a_page_that_is_not_there_is_left_out_of_the_navigation():
     config = SimpleNamespace(nav=["index.md", {"Work": [{"Testing": "testing.md"}]}])
     assert hook.on_config(config).nav == ["index.md", {"Work": [{"Testing": "testing.md"}]}]
