@@ -23,7 +23,7 @@ PAGES: Final = {
 """Pages outside ``docs``, and what stands for them on the site."""
 
 
-OPTIONAL: Final = ("extending.md", "examples/README.md")
+OPTIONAL: Final = ("doctor.md", "examples/README.md", "extending.md", "reports.md")
 """Pages of the navigation that a checkout may lack."""
 
 
