@@ -15,7 +15,7 @@ from typing import Any, Final
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from attn.bench.results.chart import chart, write
+from attn.bench.results.chart import cases_of, chart, write
 from specs.dtypes import CacheDType, DType
 from specs.layouts import DenseKVLayout, KVOrder, KVPacking, LatentKVLayout
 from specs.rows import INDEXER_PAGE, LatentFormat, RowFormat, dense_row_format
@@ -346,8 +346,36 @@ def _in_memory(layout: DenseKVLayout) -> list[str]:
     return [places[place] for place in sorted(places)]
 
 
+def history() -> Figure:
+    """Times of dense cases with portable kernels and, later, with Hopper kernels."""
+    portable, hopper = (
+        {case.name: case for case in cases_of(_page(name))}
+        for name in ("h200_triton_attn", "h200_hopper")
+    )
+    names = [name for name in portable if name in hopper]
+    figure = Figure(figsize=(7.2, 0.9 + 0.26 * len(names)), layout="constrained")
+    axes: Any = figure.subplots()
+    ratios = [hopper[name].alone / portable[name].alone for name in names]
+    axes.barh(names, [1] * len(names), 0.7, color=PROGRAMS[0], alpha=0.35, label="portable")
+    axes.barh(names, ratios, 0.7, color=BLUE, label="Hopper")
+    for place, ratio in enumerate(ratios):
+        axes.text(1.02, place, f"{ratio:.2f}", va="center", fontsize=8)
+    axes.set_title("Time of dense kernels on an H200, portable = 1", loc="left", fontsize=10)
+    axes.set_xlim(0, 1.12)
+    axes.invert_yaxis()
+    axes.tick_params(labelsize=8, length=0)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.04), ncols=2, frameon=False)
+    return figure
+
+
+def _page(name: str) -> str:
+    return (ROOT / f"docs/benchmarks/{name}.md").read_text(encoding="utf-8")
+
+
 def _table(name: str) -> Callable[[], Figure]:
-    return lambda: chart([(ROOT / f"docs/benchmarks/{name}.md").read_text(encoding="utf-8")])
+    return lambda: chart([_page(name)])
 
 
 DRAWINGS: Final[dict[str, Callable[[], Figure]]] = {
@@ -358,6 +386,7 @@ DRAWINGS: Final[dict[str, Callable[[], Figure]]] = {
     "dense-rows": dense_rows,
     "indexer-page": indexer_page,
     "block-orders": block_orders,
+    "history": history,
     "kernels": _table("h200_hopper"),
     "vllm": _table("h200_vllm"),
 }

@@ -14,28 +14,6 @@ def text_of(name: str) -> str:
     return (DOCS / name).read_text(encoding="utf-8")
 
 
-def alone(cell: str) -> str:
-    """The time of a cell such as ``**20.5 (22.1)**``, without the plan."""
-    return cell.strip("* ").split(" ")[0].strip("*")
-
-
-def test_the_history_is_that_of_the_two_tables():
-    tables = {
-        column: {row["case"]: alone(row["ours"]) for row in rows_under(text_of(name), "case")}
-        for column, name in (
-            ("portable, us", "benchmarks/h200_triton_attn.md"),
-            ("Hopper, us", "benchmarks/h200_hopper.md"),
-        )
-    }
-    page = text_of("benchmarks/README.md")
-    history = rows_under(page[page.index("## History") :], "case")
-    assert len(history) > 5
-    for row in history:
-        assert {column: row[column] for column in tables} == {
-            column: times[row["case"]] for column, times in tables.items()
-        }
-
-
 def test_the_guide_has_the_seconds_of_the_engines_start():
     page = text_of("benchmarks/h200_vllm.md")
     seconds = {row["backend"]: row["seconds"] for row in rows_under(page_from(page), "backend")}

@@ -47,6 +47,8 @@ class Case:
     """One of :data:`KINDS`."""
     ours: float
     """Microseconds of ours, with the step's plan where the line is judged with it."""
+    alone: float
+    """Microseconds of our ``forward`` alone."""
     best: float
     """Microseconds of the fastest other kernel, on the same terms."""
     peer: str
@@ -121,14 +123,17 @@ def cases_of(text: str) -> list[Case]:
         if not row.get("ours / best"):
             continue
         is_planned = "plans included" in row["target"]
+        # Some tables have the peer's rate behind its name.
+        peer = row["best peer"].split()[0]
         found.append(
             Case(
                 name=row["case"],
                 what=row["what"],
                 kind=kind_of(row["what"]),
                 ours=_time(row["ours"], is_planned),
-                best=_time(row[row["best peer"]], is_planned),
-                peer=row["best peer"],
+                alone=_time(row["ours"], is_planned=False),
+                best=_time(row[peer], is_planned),
+                peer=peer,
                 ratio=float(row["ours / best"]),
                 spread=float(row["spread"].split()[0]) / 100,
             )
