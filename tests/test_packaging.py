@@ -96,3 +96,18 @@ def test_warnings_are_errors_and_markers_are_declared() -> None:
     assert {"--strict-markers", "--strict-config", "--import-mode=importlib"} <= set(
         options["addopts"]
     )
+
+
+def test_every_package_that_is_asked_for_is_pinned() -> None:
+    pins = {
+        line.partition("==")[0].lower()
+        for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+        if "==" in line
+    }
+    extras = PROJECT["project"]["optional-dependencies"]
+    asked = [
+        *PROJECT["project"]["dependencies"],
+        *(text for texts in extras.values() for text in texts),
+    ]
+    wanted = {Requirement(text).name.lower() for text in asked}
+    assert wanted - pins == {"attn-backends"}
