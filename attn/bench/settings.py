@@ -20,7 +20,6 @@ from attn.registry import AttentionBackendEnum, RegisteredBackend
 from specs.engine import DecodeKernel, Kernels
 
 COMMIT_VARIABLE: Final = "ATTN_COMMIT"
-"""Commit that a benchmark's results name, where it cannot be asked of git."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ PAGES: Final = {
 """Pages outside ``docs``, and what stands for them on the site."""
 
 
-OPTIONAL: Final = ("doctor.md", "examples/README.md", "extending.md", "reports.md")
+OPTIONAL: Final = ("cli-reports.md", "examples/README.md", "extending.md")
 """Pages of the navigation that a checkout may lack."""
 
 
@@ -111,7 +111,11 @@ def links_inside(markdown: str, page: str) -> str:
         inside = path.relative_to(ROOT).as_posix()
         if inside in PAGES:
             return f"[{text}]({up}{PAGES[inside]}{anchor})"
-        if path.is_relative_to(ROOT / "docs"):
+        if (
+            path.is_relative_to(ROOT / "docs")
+            and path.suffix in (".md", ".svg")
+            and not (inside.startswith("docs/examples/") and inside.count("/") > 2)
+        ):
             return f"[{text}]({os.path.relpath(path, folder)}{anchor})"
         return text if "`" in text else f"`{inside}`"
 

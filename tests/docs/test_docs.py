@@ -23,8 +23,19 @@ ROOT = Path(__file__).parents[2]
 TEXTS = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    # Packages among the examples have tests of their own.
+    if path.parent.parent.name != "examples"
 }
-RUN = [name for name, text in TEXTS.items() if page.shown_by(text)]
+
+
+def has_its_own_test(name: str) -> bool:
+    """A page like ``cli-reports.md`` whose blocks ``test_cli_reports.py`` runs in their order."""
+    test = f"test_{Path(name).stem.replace('-', '_')}.py"
+    return any((ROOT / folder / test).exists() for folder in ("tests/docs", "tests/outside"))
+
+
+RUN_HERE = {name: text for name, text in TEXTS.items() if not has_its_own_test(name)}
+RUN = [name for name, text in RUN_HERE.items() if page.shown_by(text)]
 FENCED = re.compile(
     r"^(?:<!-- needs: ([^\n]+) -->\n)?```([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE
 )
@@ -38,7 +49,7 @@ WITH_COMMITS = ("docs/benchmarks/", "docs/notebook/")
 def commands() -> list[tuple[str, int]]:
     """Every command that pages show and do not mark, once, with its exit code."""
     found = {}
-    for text in TEXTS.values():
+    for text in RUN_HERE.values():
         for needs, language, body in FENCED.findall(text):
             if language == "sh" and not needs:
                 for line in body.splitlines():
@@ -53,7 +64,7 @@ def test_there_are_pages_and_commands_that_run():
     assert len(commands()) > 10
 
 
-@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("name", RUN_HERE)
 def test_every_block_is_run_or_says_what_it_needs(name):
     # An odd mark at the start of a line would end one block too many.
     assert len(re.findall(r"^```", TEXTS[name], re.MULTILINE)) == 2 * len(

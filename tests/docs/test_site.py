@@ -64,6 +64,8 @@ def test_the_front_page_is_the_readme_with_links_of_docs():
         ("builders.md", "[s](../docs/life-of-a-step.md)", "[s](life-of-a-step.md)"),
         ("kernels.md", "[the code](../specs/rows.py)", "`specs/rows.py`"),
         ("kernels.md", "[`specs/rows.py`](../specs/rows.py)", "`specs/rows.py`"),
+        ("python.md", "[one layer](examples/one_layer.py)", "`docs/examples/one_layer.py`"),
+        ("python.md", "[it](examples/a-b/README.md)", "`docs/examples/a-b/README.md`"),
         ("kernels.md", "[far](https://example.org/x)", "[far](https://example.org/x)"),
         ("kernels.md", "[here](#all-kernels)", "[here](#all-kernels)"),
     ],
