@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 RUN_ARGS := $(if $(TRACE),--trace $(TRACE)) $(if $(MODEL),--model $(MODEL)) \
 	--report $(or $(REPORT),report) $(ARGS)
 
-.PHONY: run test test-compile test-vllm install environments lint clean
+.PHONY: run test test-compile test-vllm docs install environments lint clean
 
 run: $(INSTALLED)
 	$(BIN)/attn run $(RUN_ARGS)
@@ -37,6 +37,16 @@ test-vllm: $(VLLMS:%=$(VLLM_VENV)/%/.installed)
 	set -e; for version in $(VLLMS); do PYTHONPATH=$(CURDIR)/$(VLLM_VENV)/$$version \
 	  $(VLLM_VENV)/bin/python -m pytest $(VLLM_PYTEST) tests/vllm $(PYTEST_ARGS); \
 	done
+
+# The pages of docs/ as a site, which needs no network to be read: build/site/index.html.
+DOCS_INSTALLED := $(VENV)/.docs-installed
+
+docs: $(DOCS_INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+$(DOCS_INSTALLED): $(INSTALLED)
+	PIP_CONSTRAINT=constraints.txt $(BIN)/$(INSTALL) -e '.[docs]'
+	touch $@
 
 install: $(INSTALLED)
 

@@ -17,12 +17,15 @@ class ParallelConfig(Spec):
     """How one model is spread over devices."""
 
     tensor_parallel_size: PositiveInt = 1
+    """Ranks over which the heads of one model are divided."""
     decode_context_parallel_size: PositiveInt = 1
     """Ranks over which the KV tokens of one request are striped (DCP)."""
     decode_context_parallel_rank: NonNegativeInt = 0
+    """This rank, of the DCP ranks."""
     dcp_interleave: PositiveInt = 1
     """Consecutive tokens on one DCP rank before the next rank's turn."""
     prefill_context_parallel_size: PositiveInt = 1
+    """Ranks over which the tokens of a prefill are divided."""
 
     @model_validator(mode="after")
     def _rank_is_in_range(self) -> Self:
@@ -178,7 +181,9 @@ class EngineConfig(Spec):
     cudagraph_capture_sizes: tuple[PositiveInt, ...] = ()
     """Batch sizes, in tokens, that are captured; empty means eager."""
     parallel: ParallelConfig = ParallelConfig()
+    """How the model is spread over devices."""
     speculative: SpeculativeConfig | None = None
+    """Drafts per step; None without speculative decoding."""
     batch_invariant: StrictBool = False
     """Same bits for a request whatever shares its batch and however its prefill is chunked."""
     rswa_window: PositiveInt | None = None

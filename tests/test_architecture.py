@@ -67,6 +67,7 @@ TOP_LEVEL_FILES = {
     "Makefile",
     "README.md",
     "constraints.txt",
+    "mkdocs.yml",
     "pyproject.toml",
 }
 # What test tools leave behind, beside what git ignores.

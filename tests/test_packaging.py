@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -96,3 +97,12 @@ def test_warnings_are_errors_and_markers_are_declared() -> None:
     assert {"--strict-markers", "--strict-config", "--import-mode=importlib"} <= set(
         options["addopts"]
     )
+
+
+def test_every_package_that_is_asked_for_is_pinned() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = {canonicalize_name(line.partition("==")[0]) for line in lines if "==" in line}
+    extras = PROJECT["project"]["optional-dependencies"].values()
+    asked = [*PROJECT["project"]["dependencies"], *(text for texts in extras for text in texts)]
+    wanted = {canonicalize_name(Requirement(text).name) for text in asked}
+    assert wanted - pins == {"attn-backends"}

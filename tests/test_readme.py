@@ -2,68 +2,88 @@
 
 import ast
 import re
-import shlex
+import subprocess
+import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from attn.cli.app import app
-from attn.cli.explain import feature_table
+from attn.bench.results.chart import cases_of, workloads_of
 from tests.tools import house
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-MAKEFILE = (ROOT / "Makefile").read_text()
-SHELL = [
-    line.split("#")[0].strip()
-    for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
-    for line in block.splitlines()
-]
-PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+(EXAMPLE,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
-@pytest.mark.parametrize("command", [line for line in SHELL if line.startswith("attn ")])
-def test_every_attn_command_runs(command, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("trace.csv").write_text(
-        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,40,5\n"
-    )
-    result = CliRunner().invoke(app, shlex.split(command)[1:])
-    expected = 1 if "--corrupt" in command else 0
-    if "bench kernels" in command and not torch.cuda.is_available():
-        expected = 2
-        assert result.stderr.endswith("needs a GPU, and this machine has none\n")
-    assert result.exit_code == expected, result.output + result.stderr
+def benchmark(name: str) -> str:
+    return (ROOT / f"docs/benchmarks/{name}.md").read_text()
 
 
-def test_every_make_target_exists():
-    targets = [line.split()[1] for line in SHELL if line.startswith("make ")]
-    assert targets == ["run", "test"]
-    for target in targets:
-        assert re.search(rf"^{target}:", MAKEFILE, re.MULTILINE)
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 120
 
 
-def test_the_python_example_runs_in_eight_lines():
-    example, setup = PYTHON
-    assert len(example.splitlines()) == 8
+def test_the_python_example_attends():
     names: dict = {}
-    exec(setup + example, names)
+    exec(EXAMPLE, names)
     assert names["output"].shape == (25, 32, 128)
     # The first token of a prompt sees itself alone: its output is its own value.
     expected = names["value"][0].repeat_interleave(4, dim=0)
     torch.testing.assert_close(names["output"][0], expected)
 
 
-def test_the_feature_table_is_what_backends_declare():
-    assert f"<!-- features -->\n{feature_table()}\n<!-- /features -->" in README
+def test_the_python_example_is_clean_under_strict_mypy(tmp_path):
+    (tmp_path / "example.py").write_text(EXAMPLE)
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", str(tmp_path / "example.py")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout
 
 
-def test_every_path_that_readme_names_exists():
-    for path in re.findall(r"`((?:attn|builders|specs)/[\w/.<>]*)`", README):
-        path = path.replace("<stem>", "torch_ref").replace("<family>", "dense")
-        assert (ROOT / path).exists(), path
+def test_the_lead_of_the_dense_kernels_is_that_of_the_table():
+    cases = cases_of(benchmark("h200_hopper"))
+    counts = Counter(case.verdict for case in cases)
+    words = " ".join(README.split())
+    assert "behind" not in counts
+    assert f"in {counts['ahead']} of {len(cases)} measured cases" in words
+    assert f"level in the other {counts['level']}." in words
+
+
+def test_the_tokens_per_second_in_vllm_are_those_of_the_table():
+    prefill, decode, long = workloads_of(benchmark("h200_vllm"))
+
+    def gains(backend: str) -> list[str]:
+        loads = (prefill, decode, long)
+        found = [load.tokens["CUSTOM"] / load.tokens[backend] for load in loads]
+        for load, gain in zip(loads, found, strict=True):
+            assert gain - 1 > load.spread, "a lead within the spread is level"
+        return [f"{gain:.2f} x" for gain in found]
+
+    in_prefill, in_decode, in_long = gains("TRITON_ATTN")
+    assert f"{in_prefill} in prefill, {in_decode} in decode, {in_long} in long prompts" in README
+    assert f"of its FLASH_ATTN: {', '.join(gains('FLASH_ATTN'))}" in README
+
+
+def test_no_other_number_in_the_readme_is_a_speed():
+    """Ratios and rates are quoted only where a test above compares them with a table."""
+    found = re.findall(r"\b\d+\.\d\d x|\b[\d.]+ (?:us|TF|GB/s|%)", README)
+    assert len(found) == 6
+
+
+@pytest.mark.parametrize("table", ["h200_mla", "h200_sparse_mla"])
+def test_no_lead_is_claimed_from_a_table_of_latent_kernels(table):
+    rows = [line for line in README.splitlines() if table in line]
+    assert rows
+    for row in rows:
+        assert not re.search(r"ahead|faster|level|\d x", row)
 
 
 # -- The tables of kernels and of builders.

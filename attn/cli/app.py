@@ -390,7 +390,7 @@ def parse_bytes(text: str) -> int:
 @app.command()
 def backends(
     markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print the table of features for the README.")
+        bool, typer.Option("--markdown", help="Print the table of features for the documentation.")
     ] = False,
 ) -> None:
     """What this machine can run, and why not the rest."""

@@ -226,7 +226,7 @@ def decode_kernel_of(
 def _measured_slower(shape: DenseShape, tile: SplitTile, asks: LayerRequirements) -> str | None:
     """Why the Hopper split-KV kernel was not faster than the portable kernel on an H200.
 
-    None for layers where it was faster. docs/performance.md has the times of both kernels.
+    None for layers where it was faster. docs/notebook/decode.md has the times of both kernels.
     """
     is_wide = shape.head_size == 256 and shape.stored_bits == 16
     if asks.batch_invariant and (asks.is_local or not is_wide):

@@ -32,7 +32,7 @@ _WALKS = 64
 """Most times that all programs walk a request's keys before the request goes to the prefill kernel.
 
 This is about half of the number of walks that take as long as one program of the prefill kernel
-takes for the request, reckoned from an H200's rates of both kernels (docs/performance.md)."""
+takes for the request, reckoned from an H200's rates of both kernels (docs/notebook/prefill.md)."""
 SPARE_STATES = 4
 """State slots that a program of the latent kernel has for itself: for what it has folded so far,
 and for the segments that it folds next."""

@@ -1,25 +1,34 @@
-"""A page whose Python blocks run in order, in one namespace, and print what the page shows.
+"""Pages whose Python blocks run in order, one namespace for each page, and print what it shows.
 
     python -m tests.tools.page docs/life-of-a-step.md            compares, fails where they differ
     python -m tests.tools.page docs/life-of-a-step.md --write    puts what is printed on the page
 
 A block of ``text`` right behind a block of ``python`` is what that one prints. A block without one
-prints nothing. Kernels run in Triton's interpreter on CPU tensors, on a machine with a GPU too.
+prints nothing. Kernels run in Triton's interpreter on CPU tensors, on a machine with a GPU too. A
+block behind a line such as ``<!-- needs: gpu, vllm -->`` is left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import json
 import os
 import re
 import sys
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 
 _BLOCK = re.compile(
-    r"^```python\n(.*?)^```$(?:\n\n^```text\n(.*?)^```$)?", re.DOTALL | re.MULTILINE
+    r"^(<!-- needs: [^\n]+ -->\n)?```python\n(.*?)^```$(?:\n\n^```text\n(.*?)^```$)?",
+    re.DOTALL | re.MULTILINE,
 )
+
+
+def _blocks(text: str) -> Iterator[re.Match[str]]:
+    """The blocks that run here: code in the second group, what it prints in the third."""
+    return (block for block in _BLOCK.finditer(text) if not block[1])
 
 
 def printed_by(text: str) -> list[str]:
@@ -33,10 +42,10 @@ def printed_by(text: str) -> list[str]:
     """
     names: dict[str, object] = {"__name__": "page"}
     found = []
-    for block in _BLOCK.finditer(text):
+    for block in _blocks(text):
         # Lines are counted as on the page.
-        lines = text[: block.start(1)].count("\n")
-        code = compile("\n" * lines + block[1], "page", "exec")
+        lines = text[: block.start(2)].count("\n")
+        code = compile("\n" * lines + block[2], "page", "exec")
         with redirect_stdout(io.StringIO()) as out:
             exec(code, names)
         found.append(out.getvalue())
@@ -45,7 +54,7 @@ def printed_by(text: str) -> list[str]:
 
 def shown_by(text: str) -> list[str]:
     """What a page says that each of its Python blocks prints; empty without a block of text."""
-    return [block[2] or "" for block in _BLOCK.finditer(text)]
+    return [block[3] or "" for block in _blocks(text)]
 
 
 def written(text: str, printed: list[str]) -> str:
@@ -58,8 +67,10 @@ def written(text: str, printed: list[str]) -> str:
     outputs = iter(printed)
 
     def block(match: re.Match[str]) -> str:
+        if match[1]:
+            return match[0]
         output = next(outputs)
-        code = f"```python\n{match[1]}```"
+        code = f"```python\n{match[2]}```"
         return f"{code}\n\n```text\n{output}```" if output else code
 
     return _BLOCK.sub(block, text)
@@ -67,7 +78,7 @@ def written(text: str, printed: list[str]) -> str:
 
 def differences(text: str) -> list[str]:
     """A message for each Python block that does not print what the page shows."""
-    pairs = zip(_BLOCK.finditer(text), shown_by(text), printed_by(text), strict=True)
+    pairs = zip(_blocks(text), shown_by(text), printed_by(text), strict=True)
     return [
         f"line {text[: block.start()].count(chr(10)) + 1} shows\n{shown}and prints\n{printed}"
         for block, shown, printed in pairs
@@ -75,21 +86,39 @@ def differences(text: str) -> list[str]:
     ]
 
 
+def failures(text: str) -> list[str]:
+    """What is wrong with a page: its differences, or the error that one of its blocks raises."""
+    try:
+        return differences(text)
+    except Exception as error:
+        frame, line = error.__traceback__, 0
+        while frame is not None:
+            if frame.tb_frame.f_code.co_filename == "page":
+                line = frame.tb_lineno
+            frame = frame.tb_next
+        return [f"line {line} raises {type(error).__name__}: {error}"]
+
+
 def main() -> int:
-    """Compare a page, or write it; 1 where a block does not print what the page shows."""
+    """Compare pages, or write them; 1 where a block does not print what its page shows."""
     parser = argparse.ArgumentParser(prog="python -m tests.tools.page")
-    parser.add_argument("page", type=Path)
-    parser.add_argument("--write", action="store_true", help="put what is printed on the page")
+    parser.add_argument("pages", nargs="+", type=Path)
+    parser.add_argument("--write", action="store_true", help="put what is printed on the pages")
+    parser.add_argument("--json", action="store_true", help="print what is wrong, by page")
     asked = parser.parse_args()
-    # Triton reads it when the page first imports it.
+    # Triton reads it when a page first imports it.
     os.environ["TRITON_INTERPRET"] = "1"
-    text = asked.page.read_text(encoding="utf-8")
+    texts = {path: path.read_text(encoding="utf-8") for path in asked.pages}
     if asked.write:
-        asked.page.write_text(written(text, printed_by(text)), encoding="utf-8")
+        for path, text in texts.items():
+            path.write_text(written(text, printed_by(text)), encoding="utf-8")
         return 0
-    found = differences(text)
-    print("\n".join(found))
-    return 1 if found else 0
+    found = {path.as_posix(): failures(text) for path, text in texts.items()}
+    if asked.json:
+        print(json.dumps(found))
+    else:
+        print("\n".join(f"{path}, {line}" for path, lines in found.items() for line in lines))
+    return 1 if any(found.values()) else 0
 
 
 if __name__ == "__main__":

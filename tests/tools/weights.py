@@ -15,7 +15,7 @@ HEAVIEST: Final = (
     "tests/cli/test_run.py",
     "tests/compile/test_sparse_compile.py",
     "tests/conformance/test_conformance.py",
-    "tests/test_readme.py",
+    "tests/docs/test_docs.py",
     "tests/vendor/test_flashinfer_mla.py",
     "tests/compile/test_step_compile.py",
     "tests/splitkv/test_split_kv.py",
