@@ -69,7 +69,10 @@ class Move:
         )
 
     def _text(self, value: float | str) -> str:
-        return value if isinstance(value, str) else f"{value:.4g} {self.unit}".rstrip()
+        if isinstance(value, str):
+            return value
+        number = f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+        return f"{number} {self.unit}".rstrip()
 
     def __str__(self) -> str:
         ratio = self.ratio

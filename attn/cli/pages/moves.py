@@ -32,6 +32,7 @@ def run_moves(old: RunReport, new: RunReport) -> list[Move]:
     moves = [
         Move("model", old.model, new.model),
         Move("device", old.device, new.device),
+        Move("seed", str(old.seed), str(new.seed)),
         *_words("setting", dict(old.settings), dict(new.settings)),
         *_words("version of", dict(old.versions), dict(new.versions)),
         *_words(

@@ -72,11 +72,11 @@ class RunOutput:
         against = "" if self.compare is None or broken else str(self.compare)
         if self.folder is not None:
             for path in write_report(report, self.folder):
-                console.print(f"wrote {path}", highlight=False)
+                console.print(f"wrote {path}", highlight=False, soft_wrap=True)
         if self.html is not None:
             page = render_page(run_page(report, moves, against))
             self.html.write_text(page, encoding="utf-8")
-            console.print(f"wrote {self.html}", highlight=False)
+            console.print(f"wrote {self.html}", highlight=False, soft_wrap=True)
         if broken is not None:
             raise broken
         if against:
@@ -85,10 +85,10 @@ class RunOutput:
 
 def _print_moves(moves: Sequence[Move], against: str, console: Console) -> None:
     head, *moved = move_lines(moves, against)
-    console.print(Text(head, style="bold"))
+    console.print(Text(head, style="bold"), soft_wrap=True)
     for line in moved:
         is_worse = line.strip().startswith(Direction.WORSE.value)
-        console.print(Text(line, style="red" if is_worse else ""))
+        console.print(Text(line, style="red" if is_worse else ""), soft_wrap=True)
 
 
 def load_report(path: Path) -> RunReport:

@@ -124,10 +124,12 @@ def _groups(report: RunReport) -> Section:
         for group in report.layer_groups
         for reason in group.passed_over
     ]
-    tables = [Table(columns, rows, numbers=5)]
+    tables = [Table(columns, rows, numbers=5, sentences=2)]
     if passed_over:
         heads = ("group", "backend", "why it was passed over")
-        tables.append(Table(heads, passed_over, folded="Backends that were passed over"))
+        tables.append(
+            Table(heads, passed_over, sentences=2, folded="Backends that were passed over")
+        )
     return Section("Layers", tables=tables)
 
 
@@ -182,4 +184,4 @@ def _step_table(steps: Sequence[StepRecord], folded: str) -> Table:
         ]
         for record in steps
     ]
-    return Table(columns, rows, numbers=7, folded=folded)
+    return Table(columns, rows, numbers=7, sentences=1, folded=folded)

@@ -67,7 +67,9 @@ def bench_page(results: BenchResults, moves: Sequence[Move] = (), against: str =
     )
     missing = _missing(results)
     if missing:
-        sections.append(Section("Not measured", tables=[Table(("kernel", "case", "why"), missing)]))
+        sections.append(
+            Section("Not measured", tables=[Table(("kernel", "case", "why"), missing, sentences=2)])
+        )
     return Page(
         title=f"{environment.backend} on {environment.device}: {environment.table.value} kernels",
         verdict=_verdict(results),
@@ -157,9 +159,13 @@ def _facts(results: BenchResults) -> list[tuple[str, str]]:
         )
         facts.append(("cases", str(len(results.cases))))
         facts += [
-            (f"{name} the fastest peer" if name != "level" else "level with it", str(number))
-            for name in ("ahead", "level", "behind")
-            if (number := standings[name])
+            (f"{name} the fastest peer", str(number))
+            for name, number in (
+                ("ahead of", standings["ahead"]),
+                ("level with", standings["level"]),
+                ("behind", standings["behind"]),
+            )
+            if number
         ]
     if results.lines:
         facts.append(("lines", str(len(results.lines))))
@@ -170,11 +176,13 @@ def _case_sections(results: BenchResults) -> list[Section]:
     sections = []
     charts = _ratio_charts(results)
     if charts:
-        note = (
+        notes = [
             "Our time over another kernel's; left of 1 ours is faster. The band around 1 is the "
             "spread of our rounds: a point inside it is level."
-        )
-        sections.append(Section("Ratios to peers", notes=[note], charts=charts))
+        ]
+        if results.environment.table.times_plans:
+            notes.append("Times of decodes and verifies have the step's plan in them.")
+        sections.append(Section("Ratios to peers", notes=notes, charts=charts))
     measured = [result for result in results.cases if result.ours.time_us is not None]
     if measured:
         roof = roof_of(results.environment.device)
@@ -238,7 +246,7 @@ def _plain_ticks(panel: Any) -> None:
     low, high = panel.get_xlim()
     low, high = min(low, 0.8), max(high, 1.25)
     panel.set_xlim(low, high)
-    steps = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0)
+    steps = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
     panel.xaxis.set_major_locator(FixedLocator([step for step in steps if low <= step <= high]))
     panel.xaxis.set_minor_locator(NullLocator())
     panel.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
@@ -296,7 +304,7 @@ def _case_table(results: BenchResults) -> Table:
                 *(_time(result.peer(name)) for name in peers),
             ]
         )
-    return Table(columns, rows, numbers=5 + len(peers))
+    return Table(columns, rows, numbers=5 + len(peers), sentences=1)
 
 
 def _time(contender: Contender | None) -> str:
@@ -350,7 +358,9 @@ def _line_section(lines: Sequence[Line]) -> Section:
     if ratios:
         drawn = draw_svg(draw, 1.0 + _ROW_HEIGHT * len(ratios))
         charts.append(Chart(drawn, "Time of ours over the time of the other call, by line"))
-    return Section("Pairs of calls", charts=charts, tables=[Table(columns, rows, numbers=5)])
+    return Section(
+        "Pairs of calls", charts=charts, tables=[Table(columns, rows, numbers=5, sentences=1)]
+    )
 
 
 def _missing(results: BenchResults) -> list[tuple[str, str, str]]:

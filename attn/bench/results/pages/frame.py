@@ -38,6 +38,8 @@ class Table:
     rows: Sequence[Sequence[Cell | str]]
     numbers: int = 0
     """How many columns from the right hold numbers."""
+    sentences: int | None = None
+    """Number of a column of sentences, which gets more room."""
     folded: str = ""
     """Title of a table that is folded until it is opened; empty for one that is open."""
 
@@ -145,6 +147,7 @@ th, td { padding: .25rem .6rem; border-bottom: 1px solid var(--line); text-align
   vertical-align: top; }
 th { position: sticky; top: 0; background: #f3f5f8; }
 .number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
+.sentence { min-width: 14rem; }
 summary { cursor: pointer; }
 footer { margin-top: 2rem; color: var(--faint); font-size: .85rem; }
 """
@@ -166,7 +169,8 @@ _TEMPLATE: Final = """<!doctype html>
 {% endfor %}</tr></thead>
 <tbody>
 {% for row in table.cells %}<tr>{% for cell in row %}
-<td class="{{ cell.tone }}{% if table.is_number(loop.index0) %} number{% endif %}">
+<td class="{{ cell.tone }}{{ " number" if table.is_number(loop.index0) }}
+{{- " sentence" if loop.index0 == table.sentences }}">
 {{- cell.text -}}</td>
 {% endfor %}</tr>
 {% endfor %}</tbody>
