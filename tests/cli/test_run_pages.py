@@ -1,6 +1,7 @@
 """The page of a replay and the comparison with an older report, in a browser and as files."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,7 @@ def test_times_of_other_batches_or_devices_are_not_compared() -> None:
     old = long_run(60)
     steps = (record.replace(prefill_tokens=5) for record in old.steps)
     other = slower(old.replace(steps=tuple(steps)), 2.0)
-    assert moved(run_moves(old, other)) == {}
+    assert moved(run_moves(old, other)) == {"batches": Direction.CHANGED}
     assert moved(run_moves(old, slower(old, 2.0).replace(device="H200"))) == {
         "device": Direction.CHANGED
     }
@@ -169,6 +170,23 @@ def test_a_larger_error_and_other_settings_are_told() -> None:
     found = moved(run_moves(old, new))
     assert found["worst error of its budget"] is Direction.WORSE
     assert found["setting max_num_seqs"] is Direction.CHANGED
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "direction"),
+    [
+        (math.inf, math.inf, Direction.LEVEL),
+        (0.5, math.inf, Direction.WORSE),
+        (0.5, math.nan, Direction.WORSE),
+        (math.inf, 0.5, Direction.BETTER),
+        (0.0, 0.0, Direction.LEVEL),
+        (0.0, 0.5, Direction.CHANGED),
+    ],
+)
+def test_errors_that_are_no_numbers_are_compared(
+    old: float, new: float, direction: Direction
+) -> None:
+    assert Move("error", old, new, noise=0.01).direction is direction
 
 
 # -- Files.

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum, unique
+from typing import Final
 
 from attn.bench.results.lines import Line
 from attn.bench.results.results import BenchResults, CaseResult, Contender
@@ -49,23 +50,26 @@ class Move:
     def direction(self) -> Direction:
         """Whether the value moved, and where to."""
         ratio = self.ratio
+        # Equal first: the ratio of two infinite errors is no number.
+        if self.old == self.new and self.relative is None:
+            return Direction.LEVEL
         if ratio is None:
-            return Direction.LEVEL if self.old == self.new else Direction.CHANGED
+            return Direction.CHANGED
         if abs(ratio - 1.0) <= self.noise:
             return Direction.LEVEL
         return Direction.BETTER if ratio < 1.0 else Direction.WORSE
 
     @property
     def cells(self) -> tuple[str, str, str, str, str, str]:
-        """The move as cells of a table: what, old, new, new / old, noise, direction."""
+        """The move as cells of a table, under :data:`COLUMNS`."""
         ratio = self.ratio
         return (
             self.what,
+            self.direction.value,
             self._text(self.old),
             self._text(self.new),
             "" if ratio is None else f"{ratio:.3f}",
             "" if ratio is None else f"{100 * self.noise:.1f} %",
-            self.direction.value,
         )
 
     def _text(self, value: float | str) -> str:
@@ -83,7 +87,7 @@ class Move:
         )
 
 
-COLUMNS = ("what", "old", "new", "new / old", "noise", "moved")
+COLUMNS: Final = ("what", "moved", "old", "new", "new / old", "noise")
 """Heads of a table of :attr:`Move.cells`."""
 
 

@@ -41,10 +41,12 @@ def run_moves(old: RunReport, new: RunReport) -> list[Move]:
             {group.name: group.backend for group in new.layer_groups},
         ),
     ]
-    if (old.model, old.device) == (new.model, new.device):
-        moves += _time_moves(old, new)
+    if old.model == new.model:
+        moves.append(Move("batches", _batches(old), _batches(new)))
+        if old.device == new.device:
+            moves += _time_moves(old, new)
     errors = "worst error of its budget"
-    if old.totals.checked_rows and new.totals.checked_rows:
+    if old.model == new.model and old.totals.checked_rows and new.totals.checked_rows:
         ratios = old.totals.worst_error_ratio, new.totals.worst_error_ratio
         moves.append(Move(errors, ratios[0], ratios[1], noise=ERROR_NOISE))
     moves.append(Move("checks", _passed(old), _passed(new)))
@@ -55,11 +57,23 @@ def _passed(report: RunReport) -> str:
     return "passed" if report.passed else "not passed"
 
 
+def _batches(report: RunReport) -> str:
+    totals = report.totals
+    return (
+        f"{totals.steps:,} steps, {totals.prefill_tokens:,} prefill and "
+        f"{totals.decode_tokens:,} decode tokens"
+    )
+
+
 def _words(what: str, old: dict[str, object], new: dict[str, object]) -> list[Move]:
     return [
-        Move(f"{what} {name}", str(old.get(name, "none")), str(new.get(name, "none")))
+        Move(f"{what} {name}", _said(old.get(name)), _said(new.get(name)))
         for name in dict.fromkeys((*old, *new))
     ]
+
+
+def _said(value: object) -> str:
+    return "none" if value is None else str(value)
 
 
 def _time_moves(old: RunReport, new: RunReport) -> list[Move]:

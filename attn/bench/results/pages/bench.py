@@ -99,11 +99,11 @@ def moves_section(moves: Sequence[Move], against: str) -> list[Section]:
 
 
 def _move_table(moves: Sequence[Move], folded: str) -> Table:
-    rows: list[list[Cell | str]] = [
-        [*move.cells[:-1], Cell(move.direction.value, _MOVE_TONES[move.direction])]
-        for move in moves
-    ]
-    return Table(COLUMNS, rows, numbers=5, folded=folded)
+    rows: list[list[Cell | str]] = []
+    for move in moves:
+        what, moved, *numbers = move.cells
+        rows.append([what, Cell(moved, _MOVE_TONES[move.direction]), *numbers])
+    return Table(COLUMNS, rows, numbers=4, folded=folded)
 
 
 def _checks(results: BenchResults) -> list[Verdict]:
