@@ -418,13 +418,9 @@ def doctor(
         from attn.cli.doctor.examination import examine
         from attn.cli.doctor.show import examination_lines
         from attn.cli.terminal.progress import print_line
-        from attn.cli.terminal.threads import use_threads
 
-        here = detect_device()
-        use_threads(None, here)
-        asked = here if device is None else known_device(device)
         on_trial = None if no_self_test else lambda name: print_line(f"self-test: {name}")
-        found = examine(model, asked, here, command_line(context.obj), on_trial)
+        found = examine(model, device, command_line(context.obj), on_trial)
         if as_json:
             print(found.model_dump_json(indent=2))
         else:

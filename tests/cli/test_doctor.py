@@ -16,6 +16,7 @@ from attn.cli.doctor.serving import serving_of
 from attn.cli.doctor.show import examination_lines
 from attn.cli.doctor.vllm import find_vllm
 from attn.device import detect_device
+from attn.errors import UnsupportedError
 from attn.registry import AttentionBackendEnum
 from specs.devices import KNOWN_DEVICES, DeviceKind
 from specs.hf_config import load_model_geometry
@@ -175,7 +176,7 @@ def test_a_missing_entry_point_and_a_list_of_plugins_are_told(
 
 
 def test_a_machine_with_a_gpu_is_described() -> None:
-    found = examine(["llama-3.2-1b"], KNOWN_DEVICES["h200"], CPU, "attn doctor")
+    found = examine(["llama-3.2-1b"], "h200", "attn doctor")
     gpu = found.machine.replace(
         device="NVIDIA H200",
         device_kind="sm90",
@@ -188,3 +189,16 @@ def test_a_machine_with_a_gpu_is_described() -> None:
     text = "\n".join(examination_lines(found.replace(machine=gpu)))
     assert "GPU NVIDIA H200, sm90, compute capability 9.0, 100 of 140 GiB free" in text
     assert "torch's CUDA or ROCm 13.0, driver 580.1" in text
+
+
+def test_a_gpu_that_cannot_be_used_is_a_part_of_the_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def too_old() -> None:
+        raise UnsupportedError("GTX 1080 cannot be used:", ["compute capability 6.1 is below 8.0"])
+
+    monkeypatch.setattr(machine, "detect_device", too_old)
+    result = attn("--model", "llama-3.2-1b", "--no-self-test")
+    assert result.exit_code == 0, result.stderr
+    assert "problem: GTX 1080 cannot be used: compute capability 6.1 is below 8.0" in result.stdout
+    assert "the CPU is used instead" in result.stdout

@@ -6,12 +6,19 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from attn.bench.results.origin import SCHEMA_VERSION
-from attn.cli.doctor.machine import Installation, Machine, find_installation, find_machine
+from attn.cli.doctor.machine import (
+    Installation,
+    Machine,
+    find_device,
+    find_installation,
+    find_machine,
+)
 from attn.cli.doctor.self_test import TRIALS, TrialResult, run_trial
 from attn.cli.doctor.serving import Serving, serving_of
 from attn.cli.doctor.vllm import Vllm, find_vllm
+from attn.cli.terminal.threads import use_threads
+from attn.device import known_device
 from specs.base import NonNegativeInt, Spec
-from specs.devices import Device
 from specs.hf_config import load_model_geometry
 
 MODELS: Final = ("llama-3.1-8b", "deepseek-v3", "deepseek-v3.2")
@@ -40,8 +47,7 @@ class Examination(Spec):
 
 def examine(
     models: Sequence[str] | None,
-    device: Device,
-    here: Device,
+    asked: str | None,
     command: str,
     on_trial: Callable[[str], None] | None = None,
 ) -> Examination:
@@ -49,15 +55,18 @@ def examine(
 
     Args:
         models: names or files of models whose layers are looked at; None means :data:`MODELS`.
-        device: the device that backends are chosen for, present or not.
-        here: this machine's device, which the self-test runs on.
+        asked: name of the device that backends are chosen for, present or not; None means this
+            machine's, which the self-test runs on in any case.
         command: the command line, for the report.
         on_trial: takes the name of each trial of the self-test before it runs; None leaves the
             self-test out.
 
     Raises:
-        SpecError: a model is unknown.
+        ValueError: a model or the device is unknown.
     """
+    here, problem = find_device()
+    device = here if asked is None else known_device(asked)
+    use_threads(None, here)
     found = [load_model_geometry(name) for name in models or MODELS]
     serving = [one for model in found for one in serving_of(model, device)]
     results = []
@@ -67,7 +76,7 @@ def examine(
         results.append(run_trial(trial, here))
     return Examination(
         command=command,
-        machine=find_machine(here),
+        machine=find_machine(here, problem),
         installation=find_installation(),
         asked_device=device.name,
         serving=tuple(serving),

@@ -12,8 +12,10 @@ import torch
 
 from attn.bench.results.origin import installed, versions
 from attn.cli.terminal.threads import busy_cores, usable_cores
+from attn.device import detect_device
+from attn.errors import UnsupportedError, one_line
 from specs.base import Spec
-from specs.devices import Device, DeviceKind
+from specs.devices import KNOWN_DEVICES, Device, DeviceKind
 
 USES: Final = {
     "triton": "TRITON_ATTN, TRITON_MLA, SPARSE_MLA",
@@ -45,6 +47,8 @@ class Machine(Spec):
     """CUDA or ROCm that torch was built for; None in a build for CPUs."""
     driver: str | None
     """Version of the GPU's driver; None where it is unknown."""
+    problem: str | None
+    """Why the GPU cannot be used; None where it can, or where there is none."""
 
 
 class Installation(Spec):
@@ -55,11 +59,20 @@ class Installation(Spec):
     """Optional packages that are not installed, and what each is for."""
 
 
-def find_machine(device: Device) -> Machine:
+def find_device() -> tuple[Device, str | None]:
+    """The device of this machine; or the CPU, and why its GPU cannot be used."""
+    try:
+        return detect_device(), None
+    except (UnsupportedError, RuntimeError) as error:
+        return KNOWN_DEVICES["cpu"], one_line(error)
+
+
+def find_machine(device: Device, problem: str | None) -> Machine:
     """The machine that this process runs on.
 
     Args:
         device: this machine's device.
+        problem: why its GPU cannot be used; None where it can, or where there is none.
     """
     is_gpu = device.kind is not DeviceKind.CPU
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
@@ -79,6 +92,7 @@ def find_machine(device: Device) -> Machine:
         free_device_memory_gib=round(torch.cuda.mem_get_info()[0] / 2**30, 1) if is_gpu else None,
         cuda=torch.version.cuda or torch.version.hip,
         driver=_driver(),
+        problem=problem,
     )
 
 

@@ -51,8 +51,10 @@ def _machine_lines(machine: Machine) -> Iterator[str]:
         f"processor {machine.processor}, usable cores {machine.usable_cores:g}, busy cores "
         f"{machine.busy_cores:g}, threads {machine.threads}, memory {machine.memory_gib:g} GiB"
     )
+    if machine.problem is not None:
+        yield f"problem: {machine.problem}"
     if machine.compute_capability is None and machine.device_memory_gib is None:
-        yield "no GPU"
+        yield "no GPU" if machine.problem is None else "the CPU is used instead"
         return
     capability = machine.compute_capability
     yield (

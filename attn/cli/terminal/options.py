@@ -206,7 +206,7 @@ DensePrefill = Annotated[
 ]
 DenseDecode = Annotated[DecodeKernel | None, _kernel("TRITON_ATTN, decodes", DecodeKernel)]
 LatentPrefill = Annotated[
-    PrefillKernel | None, _kernel("latent layers, rows of prompts, expanded", PrefillKernel)
+    PrefillKernel | None, _kernel("Latent layers, rows of prompts, expanded", PrefillKernel)
 ]
 LatentDecode = Annotated[DecodeKernel | None, _kernel("TRITON_MLA, decodes", DecodeKernel)]
 LatentRows = Annotated[MlaKernel | None, _kernel("TRTLLM_MLA, rows in latent space", MlaKernel)]
