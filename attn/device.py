@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from attn.errors import UnsupportedError
 from specs.devices import KNOWN_DEVICES, ComputeCapability, Device, DeviceKind, kind_of
 from specs.names import find_name, near_miss
@@ -20,6 +18,9 @@ def detect_device(index: int | None = None) -> Device:
     Raises:
         UnsupportedError: a CUDA GPU older than compute capability 8.0.
     """
+    # Imported here, because the command line reads names of devices before it needs torch.
+    import torch
+
     if not torch.cuda.is_available():
         return KNOWN_DEVICES["cpu"]
     index = torch.cuda.current_device() if index is None else index

@@ -16,17 +16,11 @@ from specs.families.fields import ATTENTION_FIELDS, unread_fields
 from specs.families.unknown import family_by_names
 from specs.hf_families import FAMILIES, MISSING, NESTED
 from specs.model import ModelGeometry
-from specs.names import find_name, near_miss
+from specs.names import bundled_model_names, find_name, near_miss
 
 _KNOWN: Final = sorted(FAMILIES)
 _TEXT_CONFIGS: Final = ("text_config", "llm_config", "language_config")
 """Fields that hold the text model's config in files of multimodal models."""
-
-
-def bundled_model_names() -> tuple[str, ...]:
-    """Names that :func:`load_model_geometry` knows without a file, sorted."""
-    entries = (files("specs") / "models").iterdir()
-    return tuple(sorted(e.name.removesuffix(".json") for e in entries if e.name.endswith(".json")))
 
 
 def load_model_geometry(source: str | Path) -> ModelGeometry:

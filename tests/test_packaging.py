@@ -67,7 +67,12 @@ def test_the_rest_is_needed_everywhere(package: str) -> None:
 
 def test_the_command_needs_an_extra_that_tests_include() -> None:
     extras = PROJECT["project"]["optional-dependencies"]
-    assert {Requirement(text).name for text in extras["cli"]} == {"typer", "rich", "matplotlib"}
+    assert {Requirement(text).name for text in extras["cli"]} == {
+        "typer",
+        "rich",
+        "matplotlib",
+        "jinja2",
+    }
     own = [Requirement(text) for text in extras["test"] if "attn-backends" in text]
     assert [(item.name, item.extras) for item in own] == [("attn-backends", {"cli"})]
 

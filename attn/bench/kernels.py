@@ -16,19 +16,19 @@ import gc
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Final
 
 import torch
 
 from attn.bench.cases.case import KernelCase
-from attn.bench.cases.dense import ALL_PEERS, TILES, BenchTable, select_cases
+from attn.bench.cases.dense import BenchTable, select_cases
 from attn.bench.command import USER_ERRORS, Parser, require_gpu, usage_error
 from attn.bench.measure.measure import OURS, Log, bench_case
 from attn.bench.measure.ours import measure_plans, measure_scratch
 from attn.bench.measure.pairs import Rounds
+from attn.bench.options import DECODE_OPTIONS, HELP, BenchOptions
 from attn.bench.results.reasons import describe
 from attn.bench.results.render import line_text, render_markdown
 from attn.bench.results.report import Report
@@ -43,7 +43,7 @@ from attn.bench.results.results import (
 from attn.bench.results.tables.flashinfer import vendor_lines
 from attn.bench.results.tables.flashinfer_mla import latent_lines
 from attn.bench.results.tables.sparse import sparse_lines
-from attn.bench.settings import COMMIT_VARIABLE, KernelBench, environment_of
+from attn.bench.settings import KernelBench, environment_of
 from specs.engine import DecodeKernel
 
 
@@ -171,14 +171,16 @@ def run_and_report(bench: KernelBench | None, report: Report, log: Log = print) 
     if bench is None:
         whole = report.combined(None)
     else:
-        if report.merge:
-            # Merged before the run already, so that results that do not fit are refused early.
-            report.combined(BenchResults(environment=environment_of(bench)))
+        # Before the run already, so that results that do not fit are refused early.
+        report.check_fits(BenchResults(environment=environment_of(bench)))
+        bench = replace(bench, command=report.command)
         measured = bench_kernels(bench, log, lambda part: report.write(report.combined(part)))
         whole = report.combined(measured)
     report.write(whole)
     if report.out is None:
         log(render_markdown(whole))
+    for line in report.finish(whole):
+        log(line)
     broken = (Status.WRONG, Status.FAILED)
     wrong = any(result.ours.status in broken for result in whole.cases)
     return not wrong and not any(line.is_broken and not line.is_refused for line in whole.lines)
@@ -188,65 +190,14 @@ def check_and_report(bench: KernelBench | None, report: Report, log: Log = print
     """:func:`run_and_report` after checks of errors that would otherwise show after the run.
 
     Raises:
-        ValueError: a file cannot be written, or there is something to measure but no GPU.
+        ValueError: a file cannot be written, an older one does not fit, or there is something to
+            measure but no GPU.
+        MissingDependencyError: a package that ``--html`` needs is not installed.
     """
     report.check()
     if bench is not None:
         require_gpu("attn bench kernels")
     return run_and_report(bench, report, log)
-
-
-_NAMES: Final = dict.fromkeys(case.name for table in BenchTable for case in table.cases)
-HELP: Final = {
-    "backend": "Registry name of the backend; default: the table's.",
-    "table": (
-        "Which cases, peers and targets: dense, hopper or mla; these time each step's plan. Or "
-        "flashinfer or trtllm_mla: what our backends over FlashInfer add to its own calls. Or "
-        "sparse_mla: latent attention over lists, beside FlashMLA."
-    ),
-    "case": f"Shell pattern of names, repeatable: {', '.join(_NAMES)}.",
-    "peer": (
-        f"Peer to compare with, repeatable, default the table's: {', '.join(ALL_PEERS)}; of "
-        f"sparse_mla also {TILES}, other tiles of ours."
-    ),
-    "dense_decode_kernel": (
-        "Ours in dense and hopper: triton, auto or hopper; default: triton, in hopper auto."
-    ),
-    "latent_decode_kernel": "Ours in mla: triton, auto or hopper; default: auto.",
-    "sparse_own_decode_kernel": "Ours in sparse_mla: triton, auto or hopper; default: auto.",
-    "no_peers": "Compare with no peer.",
-    "rounds": "Turns of every kernel.",
-    "reps": "Most calls per turn.",
-    "out": "Markdown file to write; default: print it.",
-    "json": "File to write the results to as data.",
-    "merge": "Earlier --json file whose other cases are kept, repeatable.",
-    "render": "Measure nothing, render the merged results.",
-    "commit": f"Commit that is measured; default: ${COMMIT_VARIABLE}, then git.",
-}
-"""Help texts of the options, for ``attn bench kernels`` and ``python -m attn.bench.kernels``."""
-
-
-DECODE_OPTIONS: Final = tuple(
-    dict.fromkeys(table.decode_option for table in BenchTable if table.decode_option is not None)
-)
-"""Options that name a decode kernel of ours, one for each family of layers."""
-
-
-@dataclass(frozen=True)
-class BenchOptions:
-    """The options of a benchmark as they were typed on the command line; see ``HELP``."""
-
-    backend: str | None = None
-    case: Sequence[str] = ()
-    peer: Sequence[str] = ()
-    no_peers: bool = False
-    rounds: int = KernelBench.rounds
-    reps: int = KernelBench.reps
-    commit: str | None = None
-    table: str = BenchTable.DENSE
-    dense_decode_kernel: str | None = None
-    latent_decode_kernel: str | None = None
-    sparse_own_decode_kernel: str | None = None
 
 
 def make_bench(options: BenchOptions) -> KernelBench:
@@ -308,13 +259,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.add_argument(
             f"--{name}", type=int, default=getattr(KernelBench, name), help=HELP[name]
         )
-    for name in ("out", "json"):
+    for name in ("out", "json", "html", "compare"):
         parser.add_argument(f"--{name}", type=Path, help=HELP[name])
     parser.add_argument("--merge", type=Path, action="append", default=[], help=HELP["merge"])
     parser.add_argument("--render", action="store_true", help=HELP["render"])
     parser.add_argument("--commit", help=HELP["commit"])
     options = vars(parser.parse_args(arguments))
-    report = Report(options.pop("out"), options.pop("json"), tuple(options.pop("merge")))
+    report = Report(
+        options.pop("out"),
+        options.pop("json"),
+        tuple(options.pop("merge")),
+        options.pop("html"),
+        options.pop("compare"),
+        ("bench", "kernels", *(sys.argv[1:] if arguments is None else arguments)),
+    )
     render = options.pop("render")
     try:
         bench = None if render else make_bench(BenchOptions(**options))

@@ -6,20 +6,18 @@ import os
 import subprocess
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
-from typing import Final
 
 import torch
 
 from attn.bench.cases.case import PEERS, KernelCase
 from attn.bench.cases.dense import ALL_PEERS, CASES, TILES, BenchTable
+from attn.bench.options import COMMIT_VARIABLE, BenchOptions
+from attn.bench.results.origin import installed, versions
 from attn.bench.results.results import Environment
 from attn.device import detect_device
 from attn.registry import AttentionBackendEnum, RegisteredBackend
 from specs.engine import DecodeKernel, Kernels
-
-COMMIT_VARIABLE: Final = "ATTN_COMMIT"
 
 
 @dataclass(frozen=True)
@@ -29,8 +27,8 @@ class KernelBench:
     backend: str = "TRITON_ATTN"
     cases: tuple[KernelCase, ...] = CASES
     peers: tuple[str, ...] = PEERS
-    rounds: int = 6
-    reps: int = 20
+    rounds: int = BenchOptions.rounds
+    reps: int = BenchOptions.reps
     """Most calls per kernel and round."""
     commit: str | None = None
     """Commit of the measured code; None asks the environment, then git."""
@@ -40,6 +38,8 @@ class KernelBench:
     """Our backend's ``decode_kernel`` setting; None means the table's."""
     also: tuple[str, ...] = ()
     """Names of further backends of ours to measure."""
+    command: str = ""
+    """The command line, for the results."""
 
     @property
     def kernels(self) -> Kernels:
@@ -83,14 +83,13 @@ def environment_of(bench: KernelBench) -> Environment:
         rounds=bench.rounds,
         reps=bench.reps,
         table=bench.table,
+        command=bench.command,
+        versions=versions(),
     )
 
 
 def _version(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return "not installed"
+    return installed(distribution) or "not installed"
 
 
 def _git_commit() -> str:

@@ -1,4 +1,7 @@
-"""``attn run``, ``attn backends``, ``attn explain``, ``attn bench``."""
+"""``attn run``, ``attn backends``, ``attn explain``, ``attn doctor``, ``attn bench``.
+
+Commands import torch and what needs it when they run, so that help and errors of usage are fast.
+"""
 
 from __future__ import annotations
 
@@ -8,43 +11,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
 from typer.core import TyperGroup
 
-from attn.bench.build import bench_build
-from attn.bench.kernels import HELP, BenchOptions, check_and_report, make_bench
-from attn.bench.results.report import Report
-from attn.bench.settings import KernelBench
-from attn.cli.corrupt import Fault
-from attn.cli.explain import Question, feature_table, print_backends, print_decisions, remarks
-from attn.cli.kernels import check_families, kernels_of, named_kernels
-from attn.cli.replay import Replay, RunSettings, reference_notes
-from attn.cli.report import StepRecord, print_summary, write_report
-from attn.cli.trace import TraceRequest, fit_to_limit, read_trace, synthetic_trace
+from attn.bench.options import BenchOptions
+from attn.cli.terminal import options
 from attn.device import detect_device, known_device
 from attn.errors import MissingDependencyError, one_line
-from attn.selector import served_cache_dtypes
-from builders.checks.debug import debug_enabled
-from specs.attention import MlaKernel
-from specs.devices import KNOWN_DEVICES
 from specs.dtypes import CacheDType
-from specs.engine import DecodeKernel, PrefillKernel
-from specs.hf_config import bundled_model_names, load_model_geometry
-from specs.model import ModelGeometry
 from specs.names import near_miss
 from specs.rows import LatentFormat, cache_dtype_of, latent_format_of
-from specs.sparse_mla import STORED_FORMATS, SparseKernel
+from specs.sparse_mla import STORED_FORMATS
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from attn.cli.replay import Replay, RunSettings
+    from attn.cli.trace import TraceRequest
+    from specs.model import ModelGeometry
 
 USAGE_ERROR: Final = 2
 INTERRUPTED: Final = 130
@@ -59,6 +45,9 @@ class _Command(TyperGroup):
     def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         """Run the command line."""
         run: Any = super().main
+        given = args[0] if args else extra.get("args")
+        # Reports name the command that made them.
+        extra.setdefault("obj", [str(word) for word in (sys.argv[1:] if given is None else given)])
         try:
             code = run(*args, standalone_mode=False, **extra)
         except _UsageError as error:
@@ -81,32 +70,30 @@ app = typer.Typer(
     cls=_Command,
     help="Attention backends for LLM serving: run a trace, list backends, explain a choice.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 bench = typer.Typer(help="Benchmarks.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
-CACHE_DTYPES: Final = served_cache_dtypes()
-"""Formats that ``--kv-cache-dtype`` offers: those that at least one backend serves."""
 
-ModelOption = Annotated[
-    str,
-    typer.Option(
-        "--model",
-        "-m",
-        help=f"A config.json, or one of {', '.join(bundled_model_names())}.",
-    ),
-]
-KVDtypeOption = Annotated[
-    str, typer.Option("--kv-cache-dtype", help=f"One of {', '.join(CACHE_DTYPES)}.")
-]
-BackendOption = Annotated[
-    str | None, typer.Option("--backend", "-b", help="Use this backend or refuse; never another.")
-]
-BlockSizeOption = Annotated[
-    int | None, typer.Option("--block-size", min=1, help="Tokens per KV cache block.")
-]
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        import attn
+
+        print(f"attn-backends {attn.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Attention backends for LLM serving: run a trace, list backends, explain a choice."""
 
 
 @contextmanager
@@ -118,6 +105,8 @@ def _clear_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, NotImplementedError, MissingDependencyError, OSError) as error:
+        from builders.checks.debug import debug_enabled
+
         if debug_enabled():
             raise
         print(f"error: {one_line(error)}", file=sys.stderr)
@@ -126,90 +115,58 @@ def _clear_errors() -> Iterator[None]:
 
 @app.command()
 def run(
-    model: ModelOption = "llama-3.2-1b",
-    trace: Annotated[
-        Path | None,
-        typer.Option(help="CSV with TIMESTAMP,ContextTokens,GeneratedTokens (Azure's traces)."),
-    ] = None,
-    synthetic: Annotated[
-        bool, typer.Option("--synthetic", help="Lengths drawn like the public trace's (default).")
-    ] = False,
-    backend: BackendOption = None,
-    kv_cache_dtype: KVDtypeOption = "auto",
-    block_size: BlockSizeOption = None,
-    layers: Annotated[
-        int, typer.Option(min=1, help="Layers to run, every kind first; at most the model's.")
-    ] = 2,
-    requests: Annotated[int, typer.Option(min=1, help="Requests to take from the trace.")] = 16,
-    tp: Annotated[
-        int, typer.Option("--tp", min=1, help="Tensor-parallel ranks; one of them is run.")
-    ] = 1,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most requests in a step.")] = 32,
-    max_num_batched_tokens: Annotated[
-        int, typer.Option(min=1, help="Most tokens in a step.")
-    ] = 2048,
-    kv_memory: Annotated[
-        str | None,
-        typer.Option(help="KV cache of all layers, such as 512MiB; default: what is needed."),
-    ] = None,
-    check_rows: Annotated[
-        int, typer.Option(min=0, help="Tokens per step and kind of layer checked in float64.")
-    ] = 3,
-    dense_prefill_kernel: Annotated[
-        PrefillKernel | None, typer.Option(help="Kernel of TRITON_ATTN for rows of prompts.")
-    ] = None,
-    dense_decode_kernel: Annotated[
-        DecodeKernel | None, typer.Option(help="Kernel of TRITON_ATTN for decodes.")
-    ] = None,
-    latent_prefill_kernel: Annotated[
-        PrefillKernel | None,
-        typer.Option(help="Kernel of latent layers for rows of prompts, expanded."),
-    ] = None,
-    latent_decode_kernel: Annotated[
-        DecodeKernel | None, typer.Option(help="Kernel of TRITON_MLA for decodes.")
-    ] = None,
-    latent_rows_kernel: Annotated[
-        MlaKernel | None, typer.Option(help="Kernel of TRTLLM_MLA for rows in latent space.")
-    ] = None,
-    sparse_prefill_kernel: Annotated[
-        SparseKernel | None, typer.Option(help="Kernel of SPARSE_MLA for rows of prompts.")
-    ] = None,
-    sparse_decode_kernel: Annotated[
-        SparseKernel | None, typer.Option(help="Kernel of SPARSE_MLA for decodes.")
-    ] = None,
-    sparse_own_prefill_kernel: Annotated[
-        PrefillKernel | None, typer.Option(help="Form of triton_sparse for rows of prompts.")
-    ] = None,
-    sparse_own_decode_kernel: Annotated[
-        DecodeKernel | None, typer.Option(help="Form of triton_sparse for decodes.")
-    ] = None,
-    kv_layout: Annotated[
-        str | None,
-        typer.Option(help=f"Rows of a latent cache: {', '.join(STORED_FORMATS)}."),
-    ] = None,
-    speculative: Annotated[
-        int, typer.Option(min=0, help="Drafts that each decode verifies; some are refused.")
-    ] = 0,
-    seed: Annotated[
-        int, typer.Option(min=0, max=2**31 - 1, help="Of lengths, tensors and checks.")
-    ] = 0,
-    report: Annotated[
-        Path | None, typer.Option(help="Write report.json and timeline.png into this folder.")
-    ] = None,
-    corrupt: Annotated[
-        Fault | None, typer.Option(help="Break the backend on purpose: the checks must see it.")
-    ] = None,
+    context: typer.Context,
+    model: options.Model = "llama-3.2-1b",
+    trace: options.Trace = None,
+    synthetic: options.Synthetic = False,
+    backend: options.Backend = None,
+    layers: options.Layers = 2,
+    requests: options.Requests = 16,
+    seed: options.Seed = 0,
+    threads: options.Threads = None,
+    kv_cache_dtype: options.KVDtype = "auto",
+    block_size: options.BlockSize = None,
+    tp: options.Ranks = 1,
+    max_num_seqs: options.MaxNumSeqs = 32,
+    max_num_batched_tokens: options.MaxNumBatchedTokens = 2048,
+    kv_memory: options.KVMemory = None,
+    kv_layout: options.KVLayout = None,
+    speculative: options.Speculative = 0,
+    dense_prefill_kernel: options.DensePrefill = None,
+    dense_decode_kernel: options.DenseDecode = None,
+    latent_prefill_kernel: options.LatentPrefill = None,
+    latent_decode_kernel: options.LatentDecode = None,
+    latent_rows_kernel: options.LatentRows = None,
+    sparse_prefill_kernel: options.SparsePrefill = None,
+    sparse_decode_kernel: options.SparseDecode = None,
+    sparse_own_prefill_kernel: options.SparseOwnPrefill = None,
+    sparse_own_decode_kernel: options.SparseOwnDecode = None,
+    check_rows: options.CheckRows = 3,
+    corrupt: options.Corrupt = None,
+    report: options.ReportFolder = None,
+    html: options.RunHtml = None,
+    compare: options.RunCompare = None,
 ) -> None:
     """Serve a request trace's continuous batch and check sampled rows in float64."""
-    console = Console()
     with _clear_errors():
         if trace is not None and synthetic:
             raise ValueError("give --trace or --synthetic, not both")
         if corrupt is not None and not check_rows:
             raise ValueError("--corrupt needs --check-rows above 0: nothing else sees the fault")
-        if report is not None:
-            # Made before the run, so that a path that cannot be written does not lose the results.
-            report.mkdir(parents=True, exist_ok=True)
+        from rich.console import Console
+
+        from attn.cli.explain import remarks
+        from attn.cli.kernels import check_families, kernels_of
+        from attn.cli.pages.output import RunOutput
+        from attn.cli.replay import Replay, RunSettings, reference_notes
+        from attn.cli.report import print_summary
+        from attn.cli.terminal.threads import use_threads
+        from specs.hf_config import load_model_geometry
+
+        console = Console()
+        # Tried before the run, so that a path that cannot be written does not lose the results.
+        output = RunOutput(report, html, compare)
+        output.check()
         geometry = load_model_geometry(model)
         for remark in remarks(geometry):
             print(remark)
@@ -248,21 +205,26 @@ def run(
             kernels=kernels,
             num_speculative_tokens=speculative,
         )
+        taken_threads = use_threads(threads, settings.device)
         replay = Replay(settings, taken)
         for note in reference_notes(replay.groups, settings.device):
             console.print(note, highlight=False)
+        if taken_threads is not None:
+            console.print(str(taken_threads), highlight=False, soft_wrap=True)
         _run_with_progress(replay, console)
         shown = {
             "trace": "synthetic" if trace is None else trace.name,
             "layers": f"{chosen.num_layers} of {geometry.num_layers}",
             **_shown(settings),
-            **_said(kv_layout=kv_layout, speculative=speculative),
+            **_said(
+                kv_layout=kv_layout,
+                speculative=speculative,
+                threads=None if taken_threads is None else taken_threads.count,
+            ),
         }
-        outcome = replay.report(shown, clipped)
+        outcome = replay.report(shown, clipped, context.obj)
         print_summary(outcome, console)
-        if report is not None:
-            for path in write_report(outcome, report):
-                console.print(f"wrote {path}", highlight=False)
+        output.write(outcome, console)
     if replay.interrupted:
         raise typer.Exit(INTERRUPTED)
     code = _exit_code(settings, outcome.passed)
@@ -284,6 +246,8 @@ def _exit_code(settings: RunSettings, passed: bool) -> int:
 
 def _shown(settings: RunSettings) -> dict[str, object]:
     """The settings of a run, as its report shows them."""
+    from attn.cli.kernels import named_kernels
+
     fault = settings.fault
     return {
         "kv_cache_dtype": settings.kv_cache_dtype.value,
@@ -334,14 +298,17 @@ def served_cache_dtype(name: str) -> CacheDType:
     Raises:
         ValueError: the name is unknown, or no backend serves the format.
     """
+    from attn.selector import served_cache_dtypes
+
+    served = served_cache_dtypes()
     try:
         found = CacheDType.parse(name)
     except ValueError:
         found = None
-    if found not in CACHE_DTYPES:
+    if found not in served:
         raise ValueError(
-            f"kv-cache-dtype must be one of {', '.join(CACHE_DTYPES)}, got {name!r}"
-            f"{near_miss(name, CACHE_DTYPES)}"
+            f"kv-cache-dtype must be one of {', '.join(served)}, got {name!r}"
+            f"{near_miss(name, served)}"
         )
     return found
 
@@ -349,27 +316,24 @@ def served_cache_dtype(name: str) -> CacheDType:
 def _requests(
     trace: Path | None, count: int, seed: int, model: ModelGeometry
 ) -> tuple[list[TraceRequest], int]:
+    from attn.cli.trace import fit_to_limit, read_trace, synthetic_trace
+
     taken = synthetic_trace(count, seed) if trace is None else read_trace(trace, count)
     return fit_to_limit(taken, model.max_position_embeddings)
 
 
 def _run_with_progress(replay: Replay, console: Console) -> None:
-    total = sum(replay.lengths)
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("tokens"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("attention", total=total)
+    from attn.cli.report import StepRecord
+    from attn.cli.terminal.progress import progress
+
+    total, done = sum(replay.lengths), 0
+    with progress(console, "attention", "tokens") as update:
 
         def on_step(record: StepRecord) -> None:
-            # Tokens that are computed again count again, so they are added to the bar's total.
-            redone = replay.scheduler.num_discarded_tokens
-            progress.update(task, advance=record.tokens, total=total + redone)
+            nonlocal done
+            done += record.tokens
+            # Tokens that are computed again count again, so they are added to the total.
+            update(done, total + replay.scheduler.num_discarded_tokens)
 
         replay.run(on_step)
 
@@ -395,6 +359,10 @@ def backends(
 ) -> None:
     """What this machine can run, and why not the rest."""
     with _clear_errors():
+        from rich.console import Console
+
+        from attn.cli.explain import feature_table, print_backends
+
         if markdown:
             print(feature_table())
         else:
@@ -403,30 +371,22 @@ def backends(
 
 @app.command()
 def explain(
-    model: ModelOption = "llama-3.1-8b",
-    device: Annotated[
-        str | None,
-        typer.Option(
-            "--device", "-d", help=f"{', '.join(KNOWN_DEVICES)}; default: this machine's."
-        ),
-    ] = None,
-    backend: BackendOption = None,
-    kv_cache_dtype: KVDtypeOption = "auto",
-    block_size: BlockSizeOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the reports as JSON.")] = False,
-    kernels: Annotated[
-        bool, typer.Option("--kernels", help="Say too which kernels of the backend serve.")
-    ] = False,
-    allow_reference: Annotated[
-        bool,
-        typer.Option(
-            "--allow-reference",
-            help="On a GPU, come to a reference backend where no other serves.",
-        ),
-    ] = False,
+    model: options.Model = "llama-3.1-8b",
+    device: options.AnyDevice = None,
+    backend: options.Backend = None,
+    allow_reference: options.AllowReference = False,
+    kv_cache_dtype: options.KVDtype = "auto",
+    block_size: options.BlockSize = None,
+    kernels: options.WithKernels = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Which backend each kind of layer gets, with a reason for every other one."""
     with _clear_errors():
+        from rich.console import Console
+
+        from attn.cli.explain import Question, print_decisions
+        from specs.hf_config import load_model_geometry
+
         question = Question(
             model=load_model_geometry(model),
             device=detect_device() if device is None else known_device(device),
@@ -440,46 +400,78 @@ def explain(
         raise typer.Exit(1)
 
 
+@app.command()
+def doctor(
+    context: typer.Context,
+    model: options.Models = None,
+    device: options.AnyDevice = None,
+    no_self_test: options.NoSelfTest = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """What this machine has, which backend serves what and why, and a self-test in float64.
+
+    The text is made to be pasted into a report. The self-test replays small batches of a dense, a
+    latent and a sparse layer on this machine; the exit code is 1 where it fails.
+    """
+    with _clear_errors():
+        from attn.bench.results.origin import command_line
+        from attn.cli.doctor.examination import examine
+        from attn.cli.doctor.show import examination_lines
+        from attn.cli.terminal.progress import print_line
+
+        on_trial = None if no_self_test else lambda name: print_line(f"self-test: {name}")
+        found = examine(model, device, command_line(context.obj), on_trial)
+        if as_json:
+            print(found.model_dump_json(indent=2))
+        else:
+            print("\n".join(examination_lines(found)))
+    if not found.passed:
+        raise typer.Exit(1)
+
+
 @bench.command("build")
 def bench_build_command(
-    num_reqs: Annotated[int, typer.Option(min=1, help="Decodes in the batch.")] = 256,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed builds.")] = 2000,
+    num_reqs: options.NumReqs = 256,
+    repeats: options.Repeats = 2000,
 ) -> None:
     """Microseconds of CPU that each backend's builder takes for a batch of decodes."""
     with _clear_errors():
+        from attn.bench.build import bench_build
+
         for line in bench_build(num_reqs, repeats):
-            print(line)
+            print(line, flush=True)
 
 
 @bench.command("kernels")
 def bench_kernels_command(
-    backend: Annotated[str | None, typer.Option("--backend", "-b", help=HELP["backend"])] = None,
-    table: Annotated[str, typer.Option(help=HELP["table"])] = KernelBench.table.value,
-    dense_decode_kernel: Annotated[
-        str | None, typer.Option(help=HELP["dense_decode_kernel"])
-    ] = None,
-    latent_decode_kernel: Annotated[
-        str | None, typer.Option(help=HELP["latent_decode_kernel"])
-    ] = None,
-    sparse_own_decode_kernel: Annotated[
-        str | None, typer.Option(help=HELP["sparse_own_decode_kernel"])
-    ] = None,
-    case: Annotated[list[str] | None, typer.Option(help=HELP["case"])] = None,
-    peer: Annotated[list[str] | None, typer.Option(help=HELP["peer"])] = None,
-    no_peers: Annotated[bool, typer.Option("--no-peers", help=HELP["no_peers"])] = False,
-    rounds: Annotated[int, typer.Option(min=1, help=HELP["rounds"])] = KernelBench.rounds,
-    reps: Annotated[int, typer.Option(min=1, help=HELP["reps"])] = KernelBench.reps,
-    out: Annotated[Path | None, typer.Option(help=HELP["out"])] = None,
-    json: Annotated[Path | None, typer.Option(help=HELP["json"])] = None,
-    merge: Annotated[list[Path] | None, typer.Option(help=HELP["merge"])] = None,
-    render: Annotated[bool, typer.Option("--render", help=HELP["render"])] = False,
-    commit: Annotated[str | None, typer.Option(help=HELP["commit"])] = None,
+    context: typer.Context,
+    backend: options.BenchBackend = None,
+    table: options.BenchTable = BenchOptions.table,
+    case: options.BenchCases = None,
+    peer: options.BenchPeers = None,
+    no_peers: options.NoPeers = False,
+    dense_decode_kernel: options.BenchDenseDecode = None,
+    latent_decode_kernel: options.BenchLatentDecode = None,
+    sparse_own_decode_kernel: options.BenchSparseDecode = None,
+    rounds: options.Rounds = BenchOptions.rounds,
+    reps: options.Reps = BenchOptions.reps,
+    commit: options.Commit = None,
+    out: options.Out = None,
+    json: options.JsonFile = None,
+    html: options.BenchHtml = None,
+    compare: options.BenchCompare = None,
+    merge: options.Merge = None,
+    render: options.Render = False,
 ) -> None:
     """Time a backend's forward on a table's cases, beside other projects' kernels."""
     with _clear_errors():
+        from attn.bench.kernels import check_and_report, make_bench
+        from attn.bench.results.report import Report
+        from attn.cli.terminal.progress import Heartbeat
+
         settings = None
         if not render:
-            options = BenchOptions(
+            typed = BenchOptions(
                 backend=backend,
                 case=case or (),
                 peer=peer or (),
@@ -492,7 +484,14 @@ def bench_kernels_command(
                 latent_decode_kernel=latent_decode_kernel,
                 sparse_own_decode_kernel=sparse_own_decode_kernel,
             )
-            settings = make_bench(options)
-        passed = check_and_report(settings, Report(out, json, tuple(merge or ())))
+            settings = make_bench(typed)
+        report = Report(out, json, tuple(merge or ()), html, compare, tuple(context.obj))
+        with Heartbeat(print_flushed, is_terminal=sys.stdout.isatty()) as log:
+            passed = check_and_report(settings, report, log)
     if not passed:
         raise typer.Exit(1)
+
+
+def print_flushed(line: str) -> None:
+    """Print a line at once, also into a file."""
+    print(line, flush=True)

@@ -181,7 +181,7 @@ def print_decisions(
             request, device, question.backend, allow_reference=question.allow_reference
         )
         wanted = kernels and decision.chosen == "TRITON_ATTN"
-        named = _kernels(question, layer) if wanted else {}
+        named = dense_kernels(question, layer) if wanted else {}
         name = f"{len(indices)} {layer.label} {'layer' if len(indices) == 1 else 'layers'}"
         decisions.append((name, decision, named))
     served = all(decision.chosen is not None for _, decision, _ in decisions)
@@ -220,7 +220,7 @@ def print_decisions(
     return served
 
 
-def _kernels(question: Question, layer: LayerGeometry) -> dict[str, str]:
+def dense_kernels(question: Question, layer: LayerGeometry) -> dict[str, str]:
     """TRITON_ATTN's kernels under ``auto``, by the requests that they take."""
     model, device, kv_cache_dtype = question.model, question.device, question.kv_cache_dtype
     element = kv_cache_dtype.element(model.dtype)
@@ -241,7 +241,7 @@ def _kernels(question: Question, layer: LayerGeometry) -> dict[str, str]:
         cache_dtype=kv_cache_dtype,
     )
     prefill, why = prefill_kernel_of(shape, device.kind, pages, asks, PrefillKernel.AUTO)
-    longer = f"prefill, {_named(prefill)}: {why}"
+    longer = f"prefill, {kernel_name(prefill)}: {why}"
     if not is_paged:
         return {"all rows": longer}
     decode, why = decode_kernel_of(shape, device.kind, pages, 1, asks, DecodeKernel.AUTO)
@@ -249,12 +249,13 @@ def _kernels(question: Question, layer: LayerGeometry) -> dict[str, str]:
     # The longest decode query is 1, as without speculation.
     short = longest_short_query(shape.num_kv_heads, tile, 1)
     return {
-        f"up to {short} new tokens": f"split KV, {_named(decode)}: {why}",
+        f"up to {short} new tokens": f"split KV, {kernel_name(decode)}: {why}",
         f"more than {short} new tokens": longer,
     }
 
 
-def _named(tile: HopperTile | HopperDecodeTile | None) -> str:
+def kernel_name(tile: HopperTile | HopperDecodeTile | None) -> str:
+    """Name of a kernel by its Hopper tile."""
     return "plain Triton" if tile is None else "Gluon for Hopper"
 
 

@@ -6,10 +6,7 @@ the order of requests.
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
 import os
-import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,14 +15,15 @@ from typing import Any
 
 import torch
 
-import attn
 from attn.backends.base import AttentionBackend
+from attn.bench.results.origin import command_line, versions
 from attn.cli.blocks import BlockAllocator
 from attn.cli.check import Verdict, judge
-from attn.cli.corrupt import Fault, applies_to, corrupt_backend
+from attn.cli.corrupt import applies_to, corrupt_backend
+from attn.cli.faults import Fault
 from attn.cli.kernels import backend_asked_for
 from attn.cli.layers import LayerSetup, ReplayLayer, Row, StepInputs, index_spec, make_layer
-from attn.cli.report import LayerGroupReport, RunReport, StepRecord
+from attn.cli.report import LayerGroupReport, Place, RunReport, StepRecord
 from attn.cli.scheduler import KVBudgetError, Scheduler, StepPlan
 from attn.cli.tensors import TensorSource
 from attn.cli.trace import TraceRequest
@@ -298,7 +296,7 @@ class Replay:
 
     def _step(self, plan: StepPlan) -> StepRecord:
         rows = self._rows(plan)
-        verdicts: list[Verdict] = []
+        verdicts: list[tuple[Verdict, Place]] = []
         build_seconds = forward_seconds = 0.0
         for group, builder in enumerate(self.builders):
             batch = self._batch(plan, group)
@@ -318,7 +316,8 @@ class Replay:
                 forward_seconds += self._clock() - begin
                 if number == judged:
                     verdicts += self._judge(layer, inputs, output)
-        worst = max(verdicts, key=lambda verdict: verdict.ratio, default=Verdict(0.0, 1.0))
+        nothing = Verdict(0.0, 1.0), None
+        worst, place = max(verdicts, key=lambda found: found[0].ratio, default=nothing)
         return StepRecord(
             step=len(self.steps),
             num_decodes=plan.num_decodes,
@@ -328,8 +327,9 @@ class Replay:
             build_seconds=build_seconds,
             forward_seconds=forward_seconds,
             blocks_in_use=self.scheduler.blocks_in_use,
-            worst_error=max((verdict.error for verdict in verdicts), default=0.0),
+            worst_error=max((verdict.error for verdict, _ in verdicts), default=0.0),
             worst_error_ratio=worst.ratio,
+            worst_place=place,
             num_checked_rows=len(verdicts),
             num_preemptions=plan.num_preemptions,
         )
@@ -372,7 +372,9 @@ class Replay:
         prefilling = torch.tensor([row.is_prefilling for row in plan.rows])
         return batch.replace(is_prefilling=prefilling)
 
-    def _judge(self, layer: ReplayLayer, inputs: StepInputs, output: torch.Tensor) -> list[Verdict]:
+    def _judge(
+        self, layer: ReplayLayer, inputs: StepInputs, output: torch.Tensor
+    ) -> list[tuple[Verdict, Place]]:
         """Verdicts on random tokens; one of them is of the longest query if that is a prefill."""
         generator = torch.Generator().manual_seed(self.settings.seed * 7919 + len(self.steps))
         count = self.settings.check_rows
@@ -387,17 +389,27 @@ class Replay:
         for pick in picks:
             offset = int(torch.randint(lengths[pick], (1,), generator=generator))
             actual = heads[inputs.rows[pick].tokens][offset]
-            verdicts.append(judge(actual, layer.token_check(inputs, pick, offset)))
+            place = Place(
+                layer=layer.index,
+                group=layer.geometry.label,
+                request=inputs.rows[pick].request_id,
+                position=int(inputs.rows[pick].positions[offset]),
+            )
+            verdicts.append((judge(actual, layer.token_check(inputs, pick, offset)), place))
         return verdicts
 
-    def report(self, settings: dict[str, Any], clipped: int) -> RunReport:
+    def report(
+        self, settings: dict[str, Any], clipped: int, words: Sequence[str] | None = None
+    ) -> RunReport:
         """The report of the steps so far.
 
         Args:
             settings: settings of the command line, as they were given.
             clipped: number of requests that were cut to the model's longest sequence.
+            words: the command's arguments; None means those of this process.
         """
         return RunReport(
+            command=command_line(words),
             model=self.settings.model.name,
             device=self.settings.device.name,
             layer_groups=tuple(self._group_report(group) for group in self.groups),
@@ -408,7 +420,7 @@ class Replay:
             clipped_requests=clipped,
             seed=self.settings.seed,
             interrupted=self.interrupted,
-            versions=_versions(),
+            versions=versions(),
         )
 
     def _group_report(self, group: _Group) -> LayerGroupReport:
@@ -429,18 +441,6 @@ class Replay:
             kv_bytes=group.block_bytes * group.num_blocks,
             num_blocks=group.num_blocks - 1,
         )
-
-
-def _versions() -> dict[str, str]:
-    versions = {
-        "attn-backends": attn.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-    for package in ("triton", "flashinfer-python"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    return versions
 
 
 def _passed_over(decision: SelectionReport) -> list[str]:

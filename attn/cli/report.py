@@ -13,6 +13,7 @@ from pydantic import Field, computed_field, model_validator
 from rich.table import Table
 from rich.text import Text
 
+from attn.bench.results.origin import SCHEMA_VERSION
 from attn.errors import MissingDependencyError
 from specs.base import NonNegativeInt, PositiveInt, Spec
 
@@ -33,6 +34,24 @@ _DECODE, _PREFILL, _BUILD, _FORWARD, _ALERT = "#0072B2", "#E69F00", "#D55E00", "
 _GROUPS: Final = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
 
 
+class Place(Spec):
+    """Where a checked row is."""
+
+    layer: NonNegativeInt
+    """Number of the layer among the layers that the replay ran."""
+    group: str
+    """Name of the layer's group, as ``LayerGroupReport.name``."""
+    request: NonNegativeInt
+    """Number of the request in the trace."""
+    position: NonNegativeInt
+    """Position of the token in its request."""
+
+    def __str__(self) -> str:
+        return (
+            f"layer {self.layer} ({self.group}), request {self.request}, position {self.position}"
+        )
+
+
 class StepRecord(Spec):
     """One step of a replay."""
 
@@ -51,8 +70,15 @@ class StepRecord(Spec):
     """Largest error of a checked row; 0 when none was checked, NaN when a result was NaN."""
     worst_error_ratio: float = 0.0
     """Largest error of a checked row over its budget; above 1 fails."""
+    worst_place: Place | None = None
+    """Row of ``worst_error_ratio``; None when no row was checked."""
     num_checked_rows: NonNegativeInt = 0
     num_preemptions: NonNegativeInt = 0
+
+    @property
+    def failed(self) -> bool:
+        """True where a checked row was over its budget, or not a number."""
+        return self.num_checked_rows > 0 and not self.worst_error_ratio <= 1.0
 
     @property
     def tokens(self) -> int:
@@ -121,6 +147,9 @@ class RunTotals(Spec):
 class RunReport(Spec):
     """Report of a replay, complete or interrupted."""
 
+    schema_version: NonNegativeInt = SCHEMA_VERSION
+    command: str = ""
+    """The command line that made the report; empty where it is unknown."""
     model: str
     device: str
     layer_groups: tuple[LayerGroupReport, ...]
@@ -192,6 +221,12 @@ class RunReport(Spec):
         """True where at least one row was checked and every checked row was within its budget."""
         return self.totals.passed
 
+    @property
+    def fault(self) -> str | None:
+        """Name of the deliberate fault that the replay ran with; None without one."""
+        fault = self.settings.get("corrupt")
+        return None if fault is None else str(fault)
+
 
 def write_report(report: RunReport, directory: Path) -> tuple[Path, Path]:
     """Write ``report.json`` and ``timeline.png``, making the directory when it is missing.
@@ -236,10 +271,30 @@ def print_summary(report: RunReport, console: Console) -> None:
     for name, part in parts.items():
         times.add_row(name, f"{part.p50:.3f}", f"{part.p99:.3f}")
     console.print(times)
-    console.print(Text(_verdict(report), style="bold green" if totals.passed else "bold red"))
+    console.print(Text(verdict(report), style="bold green" if totals.passed else "bold red"))
+    for line in failure_lines(report):
+        console.print(Text(line))
 
 
-def _verdict(report: RunReport) -> str:
+def failure_lines(report: RunReport) -> list[str]:
+    """Where a replay failed, and which deliberate fault its checks saw; [] of one that passed."""
+    failed = [record for record in report.steps if record.failed]
+    if not failed:
+        return []
+    first, fault = failed[0], report.fault
+    checked = sum(record.num_checked_rows > 0 for record in report.steps)
+    lines = [
+        f"first failure: step {first.step}, error {first.worst_error:.3g}, "
+        f"{first.worst_error_ratio:.4g} of its budget"
+        + (f", {first.worst_place}" if first.worst_place else "")
+    ]
+    if fault is not None:
+        lines.insert(0, f"fault seen: {fault}, in {len(failed):,} of {checked:,} checked steps")
+    return lines
+
+
+def verdict(report: RunReport) -> str:
+    """Whether a replay passed, in a sentence."""
     totals = report.totals
     prefix = "INTERRUPTED, " if report.interrupted else ""
     if not totals.checked_rows:
@@ -285,7 +340,7 @@ def _percentiles(seconds: Iterable[float]) -> Percentiles:
     return Percentiles(p50=float(p50), p99=float(p99))
 
 
-class _Columns:
+class Columns:
     """Columns of a plot: a step each, or several steps where there are too many to see."""
 
     def __init__(self, steps: Sequence[StepRecord]) -> None:
@@ -317,7 +372,7 @@ def _draw_timeline(report: RunReport, path: Path) -> None:
     figure = Figure(figsize=(12, 9), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     summary = f"{report.totals.tokens:,} tokens in {report.totals.steps:,} step(s)"
-    title = f"Replay of {report.model} on {report.device}: {summary}\n{_verdict(report)}"
+    title = f"Replay of {report.model} on {report.device}: {summary}\n{verdict(report)}"
     figure.suptitle(title, fontsize=11, parse_math=False)
     panels = figure.subplots(3, 1, sharex=True)
     names = ("Batch composition", "Step time", "KV cache blocks in use")
@@ -331,13 +386,13 @@ def _draw_timeline(report: RunReport, path: Path) -> None:
     panels[-1].set_xlabel("step")
     panels[-1].xaxis.get_major_locator().set_params(integer=True)
     if report.steps:
-        columns = _Columns(report.steps)
+        columns = Columns(report.steps)
         if columns.binned:
             per = math.ceil(len(report.steps) / _MAX_COLUMNS)
             panels[-1].set_xlabel(f"step (a column is the mean of up to {per} steps)")
-        _draw_tokens(panels[0], columns)
-        _draw_times(panels[1], columns)
-        _draw_blocks(panels[2], columns, report.layer_groups)
+        draw_tokens(panels[0], columns)
+        draw_times(panels[1], columns)
+        draw_blocks(panels[2], columns, report.layer_groups)
         panels[0].set_xlim(columns.edges[0], columns.edges[-1])
         for panel in panels:
             panel.set_ylim(bottom=0)
@@ -351,7 +406,7 @@ _Area = tuple[str, str, "_Values"]
 """Label, colour and one value per step."""
 
 
-def _draw_stack(panel: Any, columns: _Columns, bottom: _Area, top: _Area) -> None:
+def _draw_stack(panel: Any, columns: Columns, bottom: _Area, top: _Area) -> None:
     """Draw two filled areas, one on top of the other."""
     low, both = columns.mean(bottom[2]), columns.mean(bottom[2] + top[2])
     # stairs instead of stackplot, so that a single step is a column and not a point.
@@ -363,7 +418,8 @@ def _draw_stack(panel: Any, columns: _Columns, bottom: _Area, top: _Area) -> Non
         panel.stairs(peak, columns.edges, baseline=both, fill=True, **largest)
 
 
-def _draw_tokens(panel: Any, columns: _Columns) -> None:
+def draw_tokens(panel: Any, columns: Columns) -> None:
+    """Draw the tokens of each step, decodes below prefills."""
     decode = np.array([float(record.decode_tokens) for record in columns.steps])
     prefill = np.array([float(record.prefill_tokens) for record in columns.steps])
     _draw_stack(panel, columns, ("decode", _DECODE, decode), ("prefill", _PREFILL, prefill))
@@ -371,7 +427,8 @@ def _draw_tokens(panel: Any, columns: _Columns) -> None:
     panel.set_yscale("function", functions=(lambda y: np.sqrt(np.maximum(y, 0)), np.square))
 
 
-def _draw_times(panel: Any, columns: _Columns) -> None:
+def draw_times(panel: Any, columns: Columns) -> None:
+    """Draw the milliseconds of each step, build below forward."""
     build = np.array([1000 * record.build_seconds for record in columns.steps])
     forward = np.array([1000 * record.forward_seconds for record in columns.steps])
     _draw_stack(panel, columns, ("build", _BUILD, build), ("forward", _FORWARD, forward))
@@ -386,7 +443,25 @@ def _draw_times(panel: Any, columns: _Columns) -> None:
         panel.text(0.995, 0.97, note, transform=panel.transAxes, **style)
 
 
-def _draw_blocks(panel: Any, columns: _Columns, groups: Sequence[LayerGroupReport]) -> None:
+def draw_errors(panel: Any, columns: Columns) -> None:
+    """Draw the worst error of each step over its budget; the limit is a line at 1."""
+    ratios = np.array([record.worst_error_ratio for record in columns.steps])
+    ratios[~np.isfinite(ratios)] = np.nan
+    checked = np.array([record.num_checked_rows > 0 for record in columns.steps])
+    ratios[~checked] = np.nan
+    # The smallest number instead of NaN, which every larger one of its column hides.
+    peaks = columns.peak(np.nan_to_num(ratios, nan=0.0))
+    panel.stairs(peaks, columns.edges, baseline=None, color=_FORWARD, lw=1.4, label="worst error")
+    failed = [record.step + 0.5 for record in columns.steps if record.failed]
+    if failed:
+        style = {"marker": "x", "color": _ALERT, "s": 16, "clip_on": False, "zorder": 3}
+        top = panel.get_xaxis_transform()
+        panel.scatter(failed, [1.0] * len(failed), transform=top, label="failed", **style)
+    panel.axhline(1.0, color=_ALERT, lw=0.9, ls="--", label="budget")
+
+
+def draw_blocks(panel: Any, columns: Columns, groups: Sequence[LayerGroupReport]) -> None:
+    """Draw the blocks in use of each group of layers, and the steps with preemptions."""
     for index, group in enumerate(groups):
         used = np.array([float(record.blocks_in_use[index]) for record in columns.steps])
         label = f"{group.name} (of {group.num_blocks:,})".replace("$", r"\$")

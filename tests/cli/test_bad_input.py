@@ -39,7 +39,10 @@ WRONG: dict[str, dict[str, tuple[str, list[str]]]] = {
         "--kv-layout": ("rows", ["kv-layout", "'rows'", "fp8_nope_fp8_rope"]),
         "--speculative": ("-1", ["--speculative", TOO_SMALL]),
         "--seed": ("-1", ["--seed", TOO_SMALL]),
-        "--report": ("/dev/null/x", ["/dev/null/x"]),
+        "--threads": ("0", ["--threads", TOO_SMALL]),
+        "--report": ("/dev/null/x", ["--report", "/dev/null/x"]),
+        "--html": ("/", ["--html", "'/'"]),
+        "--compare": ("nowhere.json", ["nowhere.json"]),
         "--corrupt": ("everything", ["--corrupt", "'everything'", "zeros"]),
     },
     "explain": {
@@ -48,6 +51,10 @@ WRONG: dict[str, dict[str, tuple[str, list[str]]]] = {
         "--backend": ("TRITON", ["'TRITON'", "did you mean", "TORCH_REF"]),
         "--kv-cache-dtype": ("fp9", ["kv-cache-dtype", "'fp9'", "did you mean 'fp8'"]),
         "--block-size": ("-16", ["--block-size", TOO_SMALL]),
+    },
+    "doctor": {
+        "--model": ("qwen3-9b", ["qwen3-9b", "did you mean 'qwen3-8b'"]),
+        "--device": ("h300", ["unknown device 'h300'", "did you mean", "mi300x"]),
     },
     "bench build": {
         "--num-reqs": ("0", ["--num-reqs", TOO_SMALL]),
@@ -69,6 +76,8 @@ WRONG: dict[str, dict[str, tuple[str, list[str]]]] = {
         "--reps": ("few", ["--reps", "integer"]),
         "--out": ("/no/such/folder/table.md", ["--out", "/no/such/folder/table.md"]),
         "--json": ("/", ["--json", "'/'"]),
+        "--html": ("/no/such/folder/x.html", ["--html", "/no/such/folder/x.html"]),
+        "--compare": ("nowhere.json", ["nowhere.json"]),
         "--merge": ("nowhere.json", ["nowhere.json"]),
     },
     "backends": {},

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from enum import StrEnum, unique
 from typing import NamedTuple, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from attn.bench.cases.case import KernelCase
 from attn.bench.cases.dense import (
@@ -16,6 +16,7 @@ from attn.bench.cases.dense import (
     BenchTable,
 )
 from attn.bench.results.lines import Line
+from attn.bench.results.origin import SCHEMA_VERSION
 from specs.base import NonNegativeInt, PositiveInt, Spec
 
 
@@ -152,11 +153,16 @@ class Environment(Spec):
     rounds: PositiveInt
     reps: PositiveInt
     table: BenchTable = BenchTable.DENSE
+    command: str = ""
+    """The command line that measured; empty where it is unknown."""
+    versions: dict[str, str] = Field(default_factory=dict)
+    """Versions of this library, Python and the installed packages; empty where they are unknown."""
 
 
 class BenchResults(Spec):
     """Results of a run, or of several runs merged."""
 
+    schema_version: NonNegativeInt = SCHEMA_VERSION
     environment: Environment
     cases: tuple[CaseResult, ...] = ()
     scratch_bytes: NonNegativeInt | None = None

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from attn.integrations.vllm import settings
 from attn.integrations.vllm.settings import BACKEND_VARIABLE, OVERRIDE_VARIABLE
+
+if TYPE_CHECKING:
+    from specs.devices import DeviceKind
 
 FIRST: Final = (0, 26)
 LAST: Final = (0, 33)
@@ -47,6 +50,19 @@ def is_served(version: str) -> bool:
     """True for a version of vLLM that the plugin serves."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return found is not None and FIRST <= (int(found[1]), int(found[2])) <= LAST
+
+
+def custom_path(kind: DeviceKind) -> str:
+    """Import path of the class that ``CUSTOM`` is on a kind of device; vLLM is not imported.
+
+    Raises:
+        ValueError: a variable names a backend or kernel that this library lacks.
+    """
+    from attn.integrations.vllm.members import CUSTOM, path_of
+
+    settings.check()
+    named = settings.backend()
+    return path_of(CUSTOM, _dense(named, BACKEND_VARIABLE) if named else best_dense(kind))
 
 
 def _wanted() -> tuple[str, dict[str, str]]:
@@ -139,14 +155,20 @@ def _best() -> str:
     from vllm.platforms import current_platform
 
     from attn.integrations.vllm.translate import device_kind
-    from attn.registry import AttentionBackendEnum
-    from attn.selector import PRIORITIES, is_withheld
     from specs.devices import DeviceKind
 
     kind = DeviceKind.ROCM
     if not current_platform.is_rocm():
         # A GPU that no backend serves must not keep vLLM from starting: CUSTOM refuses it later.
         kind = device_kind(current_platform.get_device_capability()) or DeviceKind.CPU
+    return best_dense(kind)
+
+
+def best_dense(kind: DeviceKind) -> str:
+    """Our best-ranked dense backend on a kind of device; vLLM is not imported."""
+    from attn.registry import AttentionBackendEnum
+    from attn.selector import PRIORITIES, is_withheld
+
     ranked = [name for name in PRIORITIES[kind] if not is_withheld(name, kind)]
     for name in ranked:
         member = AttentionBackendEnum[name]

@@ -1,0 +1,1 @@
+"""What a user of the command line meets on every command: options, progress, threads."""
