@@ -24,6 +24,8 @@ PACKAGES = ("specs", "builders", "attn", "tests")
 PACKAGE_RANK = {"specs": 0, "builders": 1, "attn": 2, "tests": 3}
 ATTN_RANK = {
     "errors": 0,
+    "neighbours": 0,
+    "outside": 1,
     "device": 1,
     "kernels": 2,
     "reference": 2,

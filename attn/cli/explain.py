@@ -13,8 +13,15 @@ from rich.table import Table
 from rich.text import Text
 
 from attn.errors import missing_reason
-from attn.registry import AttentionBackendEnum
-from attn.selector import ONLY_ALLOWED, SelectionReport, Verdict, explain, is_withheld
+from attn.registry import ROWS, AttentionBackendEnum
+from attn.selector import (
+    ONLY_ALLOWED,
+    SelectionReport,
+    Verdict,
+    explain,
+    import_problem,
+    is_withheld,
+)
 from builders.dense.choice import (
     LayerRequirements,
     decode_kernel_of,
@@ -49,11 +56,11 @@ def print_backends(device: Device, console: Console) -> None:
         if missing:
             table.add_row(member.name, Text(f"no: {missing_reason(missing[0])}", "red"))
             continue
-        try:
-            backend = member.get_class()
-        except (ImportError, OSError) as error:
-            table.add_row(member.name, Text(f"no: cannot be imported: {error}", "red"))
+        problem = import_problem(member)
+        if problem is not None:
+            table.add_row(member.name, Text(f"no: {problem}", "red"))
             continue
+        backend = member.get_class()
         capable = backend.supports_device(device) and backend.supports_compute_capability(
             device.compute_capability
         )
@@ -68,6 +75,9 @@ def print_backends(device: Device, console: Console) -> None:
             str(capabilities.head_sizes),
         )
     console.print(table)
+    for member in AttentionBackendEnum:
+        if member.package is not None:
+            console.print(f"{member.name}: from {member.package}", highlight=False)
 
 
 _FEATURES = {
@@ -87,8 +97,11 @@ _FEATURES = {
 
 
 def feature_table() -> str:
-    """A Markdown table of features for each backend, from the declared capabilities."""
-    members = [member for member in AttentionBackendEnum if not member.missing()]
+    """A Markdown table of features for each backend of the library, from the declared
+    capabilities.
+    """
+    members = [AttentionBackendEnum[row.name] for row in ROWS]
+    members = [member for member in members if not member.missing()]
     declared = {member.name: member.get_class().capabilities for member in members}
     rows = [["", *declared], ["---"] * (len(declared) + 1)]
 

@@ -112,12 +112,16 @@ def _of_others(member: Any) -> str | None:
 
 def _known(name: str, variable: str) -> str:
     """Our registry's spelling of ``name``; an error names the variable."""
+    from attn.errors import BackendPackageError
     from attn.registry import AttentionBackendEnum
 
-    if name not in AttentionBackendEnum:
+    try:
+        member = AttentionBackendEnum[name]
+    except BackendPackageError as error:
+        raise ValueError(f"{variable}={name}: {error}") from error
+    except KeyError:
         names = ", ".join(member.name for member in AttentionBackendEnum)
-        raise ValueError(f"{variable} must name one of {names}, got {name!r}")
-    member = AttentionBackendEnum[name]
+        raise ValueError(f"{variable} must name one of {names}, got {name!r}") from None
     missing = member.missing()
     if missing:
         raise ValueError(f"{variable}={name} needs {', '.join(missing)}, which is not installed")
@@ -127,8 +131,12 @@ def _known(name: str, variable: str) -> str:
 def _dense(name: str, variable: str) -> str:
     """Our registry's spelling of ``name``, which must be a backend of dense layers."""
     from attn.registry import AttentionBackendEnum
+    from attn.selector import import_problem
 
     member: Any = AttentionBackendEnum[_known(name, variable)]
+    problem = import_problem(member)
+    if problem is not None:
+        raise ValueError(f"{variable}={name} {problem}")
     if member.get_class().is_mla():
         raise ValueError(f"{variable} must name a backend of dense layers, got {name!r}")
     return str(member.name)
@@ -140,17 +148,19 @@ def _best() -> str:
 
     from attn.integrations.vllm.translate import device_kind
     from attn.registry import AttentionBackendEnum
-    from attn.selector import PRIORITIES, is_withheld
+    from attn.selector import import_problem, is_withheld, ranked
     from specs.devices import DeviceKind
 
     kind = DeviceKind.ROCM
     if not current_platform.is_rocm():
         # A GPU that no backend serves must not keep vLLM from starting: CUSTOM refuses it later.
         kind = device_kind(current_platform.get_device_capability()) or DeviceKind.CPU
-    ranked = [name for name in PRIORITIES[kind] if not is_withheld(name, kind)]
-    for name in ranked:
+    names = [name for name in ranked(kind) if not is_withheld(name, kind)]
+    for name in names:
         member = AttentionBackendEnum[name]
-        if not member.missing() and not member.get_class().is_mla():
+        if member.missing() or import_problem(member) is not None:
+            continue
+        if not member.get_class().is_mla():
             return name
     # Every backend lacks packages. CUSTOM reports that where it is asked for; without it vLLM runs.
-    return ranked[0]
+    return names[0]
