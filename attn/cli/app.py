@@ -29,6 +29,7 @@ from attn.bench.settings import KernelBench
 from attn.cli.corrupt import Fault
 from attn.cli.explain import Question, feature_table, print_backends, print_decisions, remarks
 from attn.cli.kernels import check_families, kernels_of, named_kernels
+from attn.cli.new_backend import Family, new_backend
 from attn.cli.replay import Replay, RunSettings, reference_notes
 from attn.cli.report import StepRecord, print_summary, write_report
 from attn.cli.trace import TraceRequest, fit_to_limit, read_trace, synthetic_trace
@@ -438,6 +439,18 @@ def explain(
         served = print_decisions(question, Console(), as_json=as_json, kernels=kernels)
     if not served:
         raise typer.Exit(1)
+
+
+@app.command("new-backend")
+def new_backend_command(
+    name: Annotated[str, typer.Argument(help="Such as MY_ATTN.")],
+    parent: Annotated[Path, typer.Option("--dir", help="Folder to make the package in.")] = Path(),
+    family: Annotated[Family, typer.Option(help="Layers that it serves.")] = Family.DENSE,
+) -> None:
+    """Write a package with a backend that works, for you to put your kernel in."""
+    with _clear_errors():
+        for line in new_backend(name, parent, family):
+            print(line)
 
 
 @bench.command("build")
