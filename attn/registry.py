@@ -298,8 +298,9 @@ class BackendRegistry:
                 self._has_read = True
             finally:
                 self._is_reading = False
+        raised = find_name(asked, self._broken) if self._known(asked) is None else None
         for name, error in self._broken.items():
-            if name != find_name(asked, self._broken):
+            if name != raised:
                 logger.warning("%s", error)
 
     def _take(self, offer: Offer) -> None:

@@ -51,6 +51,7 @@ def print_backends(device: Device, console: Console) -> None:
     table.add_column("backend", no_wrap=True)
     for column in ("runs here", "serves", "KV cache dtypes", "head sizes"):
         table.add_column(column)
+    below: list[str] = []
     for member in AttentionBackendEnum:
         missing = member.missing()
         if missing:
@@ -58,9 +59,12 @@ def print_backends(device: Device, console: Console) -> None:
             continue
         problem = import_problem(member)
         if problem is not None:
-            table.add_row(member.name, Text(f"no: {problem}", "red"))
+            table.add_row(member.name, Text("no: see below", "red"))
+            below.append(f"{member.name}: {problem}")
             continue
         backend = member.get_class()
+        if member.package is not None:
+            below.append(f"{member.name}: from {member.package}")
         capable = backend.supports_device(device) and backend.supports_compute_capability(
             device.compute_capability
         )
@@ -75,9 +79,8 @@ def print_backends(device: Device, console: Console) -> None:
             str(capabilities.head_sizes),
         )
     console.print(table)
-    for member in AttentionBackendEnum:
-        if member.package is not None:
-            console.print(f"{member.name}: from {member.package}", highlight=False)
+    for line in below:
+        console.print(Text(line), soft_wrap=True)
 
 
 _FEATURES = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from attn.backends.base import AttentionBackend
-from specs.attention import BackendCapabilities, MultipleOf
+from specs.attention import BackendCapabilities, HeadSizes, MultipleOf
 from specs.devices import DeviceKind
 from specs.dtypes import CacheDType, DType
 
@@ -21,6 +21,8 @@ class SdpaAttnBackend(AttentionBackend):
         dtypes=(DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32),
         kv_cache_dtypes=(CacheDType.AUTO,),
         block_sizes=(MultipleOf(base=16),),
+        # The sizes that CachedImpl writes on a GPU.
+        head_sizes=HeadSizes(minimum=32, maximum=512, multiple_of=8),
         device_kinds=tuple(DeviceKind),
         sliding_window=True,
         head_size_v=True,
