@@ -1,4 +1,4 @@
-"""``builders`` and ``specs`` are top-level packages of this library: a check that they are found."""
+"""``builders`` and ``specs`` are top-level packages of this library too: are they found?."""
 
 from __future__ import annotations
 

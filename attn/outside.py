@@ -7,10 +7,12 @@ name that it does not know, or for all names.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from attn.errors import BackendPackageError, one_line
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 GROUP: Final = "attn.backends"
 """The entry-point group. The name of an entry is the name of the backend; its value leads to the
@@ -45,6 +47,8 @@ class Offer:
 
 def offers(group: str) -> list[Offer]:
     """What installed packages offer in an entry-point group, by name and package."""
+    from importlib.metadata import entry_points
+
     found = [Offer(entry.name, _package(entry), entry) for entry in entry_points(group=group)]
     return sorted(found, key=lambda offer: (offer.name, offer.package))
 

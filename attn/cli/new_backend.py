@@ -7,15 +7,11 @@ import keyword
 import re
 from dataclasses import dataclass
 from enum import StrEnum, unique
-from importlib.resources import files
 from pathlib import Path
 from string import Template
-from typing import Final
 
 from attn import __version__
 from attn.registry import AttentionBackendEnum
-
-TEMPLATES: Final = files("attn.cli") / "skeleton"
 
 
 @unique
@@ -42,7 +38,9 @@ class Names:
         """
         stem = name.lower().replace("-", "_")
         if not re.fullmatch(r"[a-z][a-z0-9_]*", stem, re.ASCII) or keyword.iskeyword(stem):
-            raise ValueError(f"name must be letters, digits, - and _, such as MY_ATTN, got {name!r}")
+            raise ValueError(
+                f"name must be letters, digits, - and _, such as MY_ATTN, got {name!r}"
+            )
         if importlib.util.find_spec(stem) is not None:
             raise ValueError(f"name {name!r} is taken: there is a Python module {stem!r}")
         if stem.upper() in AttentionBackendEnum or stem.upper() in AttentionBackendEnum.broken:
@@ -131,7 +129,9 @@ def content_of(names: Names, family: Family) -> dict[str, str]:
 
 
 def _read(template: str) -> str:
-    return TEMPLATES.joinpath(f"{template}.tmpl").read_text(encoding="utf-8")
+    from importlib.resources import files
+
+    return files("attn.cli").joinpath(f"skeleton/{template}.tmpl").read_text(encoding="utf-8")
 
 
 def _model(family: Family) -> str:

@@ -1,7 +1,4 @@
-"""The conformance test of whichever backends the command line names.
-
-    pytest -p attn.testing.plugin --pyargs attn.testing.kit --attn-backend NAME
-"""
+"""The conformance test of the backends that ``--attn-backend`` names: ``attn.testing.plugin``."""
 
 from __future__ import annotations
 
