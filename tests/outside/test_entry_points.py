@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -21,7 +22,7 @@ from attn.selector import Verdict, explain, import_problem, ranked, select
 from specs.attention import AttentionSelectorConfig
 from specs.devices import KNOWN_DEVICES, DeviceKind
 from specs.dtypes import DType
-from tests.tools.packages import backend_module, install, row_module
+from tests.tools.packages import backend_module, install, row_module, unread
 
 ROOT = Path(__file__).parents[2]
 CPU = KNOWN_DEVICES["cpu"]
@@ -33,22 +34,14 @@ Install = Callable[..., None]
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
     """Installs packages for this test, in which the registry has read no entry points yet."""
-    registry = AttentionBackendEnum
-    saved = {name: dict(getattr(registry, name)) for name in ("_members", "_aliases", "_broken")}
-    had_read, modules = registry._has_read, set(sys.modules)
     monkeypatch.syspath_prepend(tmp_path)
 
-    def add(*args: object, **kwargs: object) -> None:
-        install(tmp_path, *args, **kwargs)  # type: ignore[arg-type]
-        registry._has_read = False
+    def add(*args: Any, **kwargs: Any) -> None:
+        install(tmp_path, *args, **kwargs)
+        AttentionBackendEnum._has_read = False
 
-    yield add
-    for name, content in saved.items():
-        setattr(registry, name, content)
-    registry._has_read = had_read
-    for name in set(sys.modules) - modules:
-        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
+    with unread(tmp_path):
+        yield add
 
 
 @pytest.fixture

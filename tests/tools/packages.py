@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+
+from attn.registry import AttentionBackendEnum
 
 
 def install(
@@ -56,3 +60,25 @@ def backend_module(name: str) -> str:
         "    globals()['Backend'] = Backend\n"
         "    return Backend\n"
     )
+
+
+@contextmanager
+def unread(folder: Path) -> Iterator[None]:
+    """In it, the registry has not read entry points yet, and everything is put back afterwards.
+
+    Args:
+        folder: in which packages are installed meanwhile.
+    """
+    registry = AttentionBackendEnum
+    saved = {name: dict(getattr(registry, name)) for name in ("_members", "_aliases", "_broken")}
+    had_read, modules = registry._has_read, set(sys.modules)
+    registry._has_read = False
+    try:
+        yield
+    finally:
+        for name, content in saved.items():
+            setattr(registry, name, content)
+        registry._has_read = had_read
+        for name in set(sys.modules) - modules:
+            if str(folder) in str(getattr(sys.modules[name], "__file__", "")):
+                del sys.modules[name]
