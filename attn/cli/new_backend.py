@@ -27,7 +27,7 @@ class Names:
     """The names of a new backend, all made from the one that the user gave."""
 
     stem: str
-    """Of the package and of its three files: ``my_attn``."""
+    """Name of the package and of its three files: ``my_attn``."""
 
     @classmethod
     def of(cls, name: str) -> Names:
@@ -49,17 +49,17 @@ class Names:
 
     @property
     def backend(self) -> str:
-        """In the registry: ``MY_ATTN``."""
+        """Name in the registry: ``MY_ATTN``."""
         return self.stem.upper()
 
     @property
     def project(self) -> str:
-        """Of the folder, and for pip: ``my-attn``."""
+        """Name of the folder, and of the project for pip: ``my-attn``."""
         return self.stem.replace("_", "-")
 
     @property
     def cls(self) -> str:
-        """What the classes begin with: ``MyAttn``."""
+        """First part of the names of classes: ``MyAttn``."""
         return "".join(part.capitalize() for part in self.stem.split("_"))
 
 
