@@ -3,7 +3,7 @@
 import torch
 
 from attn import get_attn_backend
-from attn.impls.base import LayerScales
+from attn.impls.base import AttentionImpl, LayerScales
 from builders.batch import CommonAttentionMetadata
 from specs.engine import EngineConfig
 from specs.kv_cache import FullAttentionSpec
@@ -16,6 +16,7 @@ config = EngineConfig(max_model_len=512, max_num_seqs=8, num_heads=32)
 kv_cache = backend.kv_cache_layout(spec).allocate(64, device)  # 64 blocks
 builder = backend.get_builder_cls()(spec, ["layers.0"], config, device)
 impl = backend.get_impl_cls()(32, 128, 128**-0.5, 8)
+assert isinstance(impl, AttentionImpl)  # of a dense layer
 
 # A prompt of 20 tokens in blocks 3 and 1, and one of 5 tokens in block 2.
 table = torch.tensor([[3, 1], [2, 0]], dtype=torch.int32, device=device)

@@ -57,6 +57,21 @@ def test_one_layer_is_twenty_lines() -> None:
     assert len(code) <= 20
 
 
+def test_the_examples_are_clean_under_strict_mypy() -> None:
+    examples = [str(path) for path in EXAMPLES.glob("*.py") if path.name != "vllm_offline.py"]
+    place = os.pathsep.join((str(ROOT), str(EXAMPLES / "sdpa-attn")))
+    done = subprocess.run(
+        # Settings of the repository, as for the package itself; strict is one of them.
+        [sys.executable, "-m", "mypy", *examples, str(EXAMPLES / "sdpa-attn/sdpa_attn")],
+        cwd=ROOT,
+        env={**os.environ, "MYPYPATH": place},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("interprets", ["0", "1"])
 def test_the_plan_covers_every_key(interprets: str) -> None:
     arguments = (str(EXAMPLES / "look_into_a_plan.py"), "1100", "20")
