@@ -24,6 +24,10 @@ class UnknownBackendError(KeyError, ValueError):
         return str(self.args[0])
 
 
+class BackendPackageError(ValueError):
+    """Another package offers a backend that cannot be used; one line names package and problem."""
+
+
 class MissingDependencyError(ImportError):
     """An optional module is missing; the message names it and the package that installs it."""
 

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from attn import outside
 from attn.backends.base import AttentionBackend
-from attn.errors import MissingDependencyError, UnknownBackendError
+from attn.errors import BackendPackageError, MissingDependencyError, UnknownBackendError, one_line
+from attn.outside import Offer
+from specs.devices import DeviceKind
 from specs.names import find_name, near_miss
 
 B = TypeVar("B", bound=type[AttentionBackend])
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,10 @@ class BackendRow:
     """For a mix of two backends: name of the backend of every request that is not a decode."""
     decode: str | None = None
     """For a mix of two backends: name of the backend of the decodes."""
+    ranks: Mapping[str, int] = field(default_factory=dict, hash=False)
+    """For a backend of another package: its place in the automatic choice for each kind of device,
+    such as ``{"sm90": 1}``. Rank 1 comes before the library's first, rank 2 between its first and
+    its second. A kind that is not named does not choose the backend automatically."""
 
 
 ROWS: tuple[BackendRow, ...] = (
@@ -83,12 +94,14 @@ ROWS: tuple[BackendRow, ...] = (
 class RegisteredBackend:
     """An entry of the registry, which is equal to itself alone, like an enum member."""
 
-    def __init__(self, row: BackendRow) -> None:
+    def __init__(self, row: BackendRow, package: str | None = None) -> None:
         """
         Args:
-            row: the row that the library ships under this name.
+            row: the row that the library, or another package, ships under this name.
+            package: the other package and its version, in words; None for the library's own.
         """
         self.row = row
+        self.package = package
         self._override: str | None = None
         self._mix: tuple[tuple[type[AttentionBackend], ...], type[AttentionBackend]] | None = None
 
@@ -192,29 +205,45 @@ class BackendRegistry:
 
     ``registry.TORCH_REF`` and ``registry["TORCH_REF"]`` give a backend; iteration goes in order of
     registration. Names and aliases are found in upper or lower case.
+
+    Backends of other packages are found by their entry points. The registry reads the entry points
+    once: when it is asked for a name that it does not know, for all names, or for their number.
     """
 
+    group: str | None = None
+    """Entry-point group of other packages' backends; None: the registry reads no entry points."""
     _members: dict[str, RegisteredBackend] = field(default_factory=dict)
     _aliases: dict[str, str] = field(default_factory=dict)
+    _broken: dict[str, BackendPackageError] = field(default_factory=dict)
+    _has_read: bool = False
+    _is_reading: bool = False
+    _lock: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
 
-    def add(self, row: BackendRow) -> RegisteredBackend:
+    def add(self, row: BackendRow, package: str | None = None) -> RegisteredBackend:
         """Register a new name.
 
+        Args:
+            row: the row of the backend.
+            package: the package that offers it and its version, in words; None for this library's
+                own backends and for those that are registered by a call.
+
         Raises:
-            ValueError: a name or alias is taken or is no identifier; or a mix lacks one of its two
-                backends, or names one that is not registered or is a mix itself.
+            ValueError: a name or alias is taken or is no identifier; a mix lacks one of its two
+                backends, or names one that is not registered or is a mix itself; a rank is below 1,
+                or for a kind of device that does not exist.
         """
         names = (row.name, *row.aliases)
         for index, name in enumerate(names):
             if not name.isidentifier() or name.startswith("_"):
                 raise ValueError(f"backend name must be an identifier, got {name!r}")
-            if name in self or find_name(name, names[:index]) is not None:
+            if self._known(name) is not None or find_name(name, names[:index]) is not None:
                 raise ValueError(f"backend name {name!r} is registered already")
         if row.prefill is None and row.decode is None:
             _split(row.path)
         else:
             self._check_mix(row)
-        member = RegisteredBackend(row)
+        _check_ranks(row)
+        member = RegisteredBackend(row, package)
         self._members[row.name] = member
         self._aliases.update(dict.fromkeys(row.aliases, row.name))
         return member
@@ -239,20 +268,76 @@ class BackendRegistry:
         for alias in row.aliases:
             del self._aliases[alias]
 
+    @property
+    def broken(self) -> dict[str, BackendPackageError]:
+        """What is wrong with backends that other packages offer, by the name of the entry point."""
+        self._read_packages()
+        return dict(self._broken)
+
+    def _known(self, name: object) -> RegisteredBackend | None:
+        """The backend of that name or alias, without a look at other packages."""
+        found = find_name(name, (*self._members, *self._aliases))
+        return None if found is None else self._members[self._aliases.get(found, found)]
+
+    def _read_packages(self, asked: object = None) -> None:
+        """Add the backends of other packages, once; log a line for each that cannot be used.
+
+        Args:
+            asked: name that the caller raises the error of, which is then not logged too.
+        """
+        if self._has_read or self.group is None:
+            return
+        with self._lock:
+            # A package that looks up a backend while it is imported sees what is there so far.
+            if self._has_read or self._is_reading:
+                return
+            self._is_reading = True
+            try:
+                for offer in outside.offers(self.group):
+                    self._take(offer)
+                self._has_read = True
+            finally:
+                self._is_reading = False
+        raised = find_name(asked, self._broken) if self._known(asked) is None else None
+        for name, error in self._broken.items():
+            if name != raised:
+                logger.warning("%s", error)
+
+    def _take(self, offer: Offer) -> None:
+        try:
+            row = offer.load()
+            if not isinstance(row, BackendRow):
+                raise offer.error(f"the entry point must lead to a BackendRow, got {row!r}")
+            if row.name != offer.name:
+                raise offer.error(f"the entry point's name must be the row's, {row.name!r}")
+            try:
+                self.add(row, offer.package)
+            except ValueError as error:
+                raise offer.error(one_line(error)) from error
+        except BackendPackageError as error:
+            self._broken.setdefault(offer.name, error)
+
     def __getitem__(self, name: str) -> RegisteredBackend:
         """The backend of that name or alias.
 
         Raises:
             UnknownBackendError: no such backend; the message lists the names.
+            BackendPackageError: another package offers a backend of that name that cannot be used.
         """
+        member = self._known(name)
+        if member is None:
+            self._read_packages(asked=name)
+            member = self._known(name)
+        if member is not None:
+            return member
+        broken = find_name(name, self._broken)
+        if broken is not None:
+            raise self._broken[broken]
         names = (*self._members, *self._aliases)
-        found = find_name(name, names)
-        if found is None:
-            known = ", ".join(self._members)
-            raise UnknownBackendError(
-                f"unknown attention backend {name!r}{near_miss(name, names)}; registered: {known}"
-            )
-        return self._members[self._aliases.get(found, found)]
+        known = ", ".join(self._members)
+        raise UnknownBackendError(
+            f"unknown attention backend {name!r}{near_miss(name, names)}; registered: {known}"
+        )
 
     def __getattr__(self, name: str) -> RegisteredBackend:
         if name.startswith("_"):
@@ -263,16 +348,33 @@ class BackendRegistry:
             raise AttributeError(error.args[0]) from None
 
     def __contains__(self, name: object) -> bool:
-        return find_name(name, (*self._members, *self._aliases)) is not None
+        if self._known(name) is not None:
+            return True
+        self._read_packages()
+        return self._known(name) is not None
 
     def __iter__(self) -> Iterator[RegisteredBackend]:
+        self._read_packages()
         return iter(tuple(self._members.values()))
 
     def __len__(self) -> int:
+        self._read_packages()
         return len(self._members)
 
 
-AttentionBackendEnum = BackendRegistry()
+def _check_ranks(row: BackendRow) -> None:
+    kinds = [kind.value for kind in DeviceKind]
+    for kind, rank in row.ranks.items():
+        if kind not in kinds:
+            raise ValueError(
+                f"rank for unknown kind of device {str(kind)!r}{near_miss(kind, kinds)}; expected "
+                f"one of {', '.join(kinds)}"
+            )
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+            raise ValueError(f"rank for {kind} must be an integer from 1, got {rank!r}")
+
+
+AttentionBackendEnum = BackendRegistry(outside.GROUP)
 """The registry of this process; it has vLLM's name because it is used in the same way."""
 for _row in ROWS:
     AttentionBackendEnum.add(_row)

@@ -7,8 +7,8 @@ from typing import Any, Final
 
 from attn.backends.base import AttentionBackend
 from attn.device import detect_device, known_device
-from attn.errors import MissingDependencyError, UnsupportedError, missing_reason
-from attn.registry import AttentionBackendEnum, RegisteredBackend
+from attn.errors import MissingDependencyError, UnsupportedError, missing_reason, one_line
+from attn.registry import ROWS, AttentionBackendEnum, RegisteredBackend
 from specs.attention import AttentionSelectorConfig, AttentionType
 from specs.base import Spec, parse_spec
 from specs.devices import Device, DeviceKind
@@ -26,8 +26,8 @@ PRIORITIES: Final[dict[DeviceKind, tuple[str, ...]]] = {
     DeviceKind.SM120: _GPU,
     DeviceKind.ROCM: _GPU,
 }
-"""Names of backends for each kind of device, best first. Reference backends come last. On a GPU
-they are too slow to serve and are chosen only where a caller allows it."""
+"""Names of the library's backends for each kind of device, best first. Reference backends come
+last. On a GPU they are too slow to serve and are chosen only where a caller allows it."""
 
 ONLY_ALLOWED: Final = "chosen on a GPU only by name or allow_reference=True"
 """Why a reference backend that could serve is not chosen."""
@@ -36,6 +36,22 @@ ONLY_ALLOWED: Final = "chosen on a GPU only by name or allow_reference=True"
 def is_withheld(name: str, kind: DeviceKind) -> bool:
     """True for a reference backend on a GPU, which is not chosen automatically."""
     return name in _REFERENCE and kind is not DeviceKind.CPU
+
+
+def ranked(kind: DeviceKind) -> tuple[str, ...]:
+    """Names of the registered backends that may be chosen automatically, best first.
+
+    A backend of another package comes before the library's backend of the same rank. Backends of
+    other packages with equal ranks are in order of registration, which is by name.
+    """
+    own = PRIORITIES[kind]
+    placed = [(rank, 1, name) for rank, name in enumerate(own, 1) if name in AttentionBackendEnum]
+    placed += [
+        (member.row.ranks[kind], 0, member.name)
+        for member in AttentionBackendEnum
+        if kind in member.row.ranks and member.name not in own
+    ]
+    return tuple(name for _, _, name in sorted(placed, key=lambda item: item[:2]))
 
 
 @unique
@@ -85,12 +101,33 @@ class SelectionReport(Spec):
 
 
 def served_cache_dtypes() -> tuple[CacheDType, ...]:
-    """KV cache dtypes that at least one backend declares, of those that can be imported here."""
+    """KV cache dtypes that at least one backend of the library declares, of those that can be
+    imported here.
+    """
     declared: set[CacheDType] = set()
-    for member in AttentionBackendEnum:
+    # By name: a look at all of them would import other packages, for every start of the command.
+    for row in ROWS:
+        member = AttentionBackendEnum[row.name]
         if not member.missing() and not member.is_third_party:
             declared.update(member.get_class().capabilities.kv_cache_dtypes)
     return tuple(dtype for dtype in CacheDType if dtype in declared)
+
+
+def import_problem(member: RegisteredBackend) -> str | None:
+    """Why the class of a backend cannot be imported, on one line; None where it can.
+
+    Errors inside this library that are no import errors are not caught.
+    """
+    of = "" if member.package is None else f" ({member.package})"
+    try:
+        member.get_class()
+    except (ImportError, OSError) as error:
+        return f"cannot be imported{of}: {one_line(error)}"
+    except Exception as error:
+        if not member.is_third_party:
+            raise
+        return f"cannot be imported{of}: {type(error).__name__}: {one_line(error)}"
+    return None
 
 
 def refusals(
@@ -104,15 +141,10 @@ def refusals(
     missing = member.missing()
     if missing:
         return [missing_reason(name) for name in missing]
-    try:
-        backend = member.get_class()
-    except (ImportError, OSError) as error:
-        return [f"cannot be imported: {error}"]
-    except Exception as error:
-        if not member.is_third_party:
-            raise
-        return [f"cannot be imported: {type(error).__name__}: {error}"]
-    reasons = []
+    problem = import_problem(member)
+    if problem is not None:
+        return [problem]
+    backend, reasons = member.get_class(), []
     # CUDA devices are judged by their compute capability, inside validate_configuration.
     if device.compute_capability is None and not backend.supports_device(device):
         kinds = ", ".join(kind.value for kind in backend.capabilities.device_kinds)
@@ -138,22 +170,23 @@ def explain(
             backend serves. On a CPU it may always be chosen.
 
     Raises:
-        ValueError: ``backend`` is not registered, or no device is known as ``device``.
+        ValueError: ``backend`` is not registered, or another package offers it and it cannot be
+            used; or no device is known as ``device``.
     """
     if device is None:
         device = detect_device()
     elif isinstance(device, str):
         device = known_device(device)
-    ranked = PRIORITIES[device.kind]
-    members = [AttentionBackendEnum[name] for name in ranked if name in AttentionBackendEnum]
-    members += [member for member in AttentionBackendEnum if member.name not in ranked]
     asked = None if backend is None else AttentionBackendEnum[backend].name
+    ranks = ranked(device.kind)
+    members = [AttentionBackendEnum[name] for name in ranks]
+    members += [member for member in AttentionBackendEnum if member.name not in ranks]
     chosen: str | None = None
     candidates = []
     for member in members:
         reasons = refusals(member, request, device)
         withheld = is_withheld(member.name, device.kind) and not allow_reference
-        eligible = member.name in ranked and not withheld
+        eligible = member.name in ranks and not withheld
         if asked is not None:
             eligible = member.name == asked
         if eligible and chosen is None and not reasons:
@@ -163,11 +196,11 @@ def explain(
             verdict = Verdict.REFUSED
         elif eligible and chosen is None:
             verdict, chosen = Verdict.CHOSEN, member.name
-            reasons = ["asked for by name" if asked else _rank_reason(member.name, ranked, device)]
+            reasons = ["asked for by name" if asked else _rank_reason(member.name, ranks, device)]
             reasons += member.get_class().device_notes(device.compute_capability)
         elif asked is not None:
             verdict, reasons = Verdict.NOT_ASKED, [f"{asked} was asked for"]
-        elif member.name not in ranked:
+        elif member.name not in ranks:
             verdict, reasons = Verdict.NOT_ASKED, ["chosen only by name"]
         elif withheld:
             verdict, reasons = Verdict.NOT_ASKED, [ONLY_ALLOWED]
@@ -184,8 +217,8 @@ def explain(
     )
 
 
-def _rank_reason(name: str, ranked: tuple[str, ...], device: Device) -> str:
-    return f"best-ranked on {device.kind.value} that serves it (rank {ranked.index(name) + 1})"
+def _rank_reason(name: str, ranks: tuple[str, ...], device: Device) -> str:
+    return f"best-ranked on {device.kind.value} that serves it (rank {ranks.index(name) + 1})"
 
 
 def chosen_backend(report: SelectionReport) -> type[AttentionBackend]:

@@ -18,6 +18,8 @@ if not torch.cuda.is_available():
     # Triton reads it when it is first imported: kernels then run on CPU tensors.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+pytest_plugins = ["attn.testing.plugin", "pytester"]
+
 torch.set_num_threads(1)
 if os.environ.get("TRITON_INTERPRET") == "1":
     interpreter.make_quick()

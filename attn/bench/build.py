@@ -9,6 +9,7 @@ import torch
 
 from attn.device import detect_device
 from attn.registry import AttentionBackendEnum
+from attn.selector import import_problem
 from builders.batch import CommonAttentionMetadata
 from specs.engine import EngineConfig
 from specs.kv_cache import AnyKVCacheSpec, FullAttentionSpec, MLAAttentionSpec
@@ -34,7 +35,10 @@ def bench_build(num_reqs: int, repeats: int) -> Iterator[str]:
     )
     yield f"metadata build, {num_reqs} decodes, {device.name}, {repeats} builds"
     for member in AttentionBackendEnum:
-        if member.missing() or not (backend := member.get_class()).supports_device(device):
+        if member.missing() or import_problem(member) is not None:
+            continue
+        backend = member.get_class()
+        if not backend.supports_device(device):
             continue
         if backend.unavailable_reason() is not None:
             continue

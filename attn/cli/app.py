@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from attn.bench.options import BenchOptions
+from attn.cli.new_backend import Family, new_backend
 from attn.cli.terminal import options
 from attn.device import detect_device, known_device
 from attn.errors import MissingDependencyError, one_line
@@ -427,6 +428,18 @@ def doctor(
             print("\n".join(examination_lines(found)))
     if not found.passed:
         raise typer.Exit(1)
+
+
+@app.command("new-backend")
+def new_backend_command(
+    name: Annotated[str, typer.Argument(help="Such as MY_ATTN.")],
+    parent: Annotated[Path, typer.Option("--dir", help="Folder to make the package in.")] = Path(),
+    family: Annotated[Family, typer.Option(help="Layers that it serves.")] = Family.DENSE,
+) -> None:
+    """Write a package with a backend that works, for you to put your kernel in."""
+    with _clear_errors():
+        for line in new_backend(name, parent, family):
+            print(line)
 
 
 @bench.command("build")

@@ -13,8 +13,15 @@ from rich.table import Table
 from rich.text import Text
 
 from attn.errors import missing_reason
-from attn.registry import AttentionBackendEnum
-from attn.selector import ONLY_ALLOWED, SelectionReport, Verdict, explain, is_withheld
+from attn.registry import ROWS, AttentionBackendEnum
+from attn.selector import (
+    ONLY_ALLOWED,
+    SelectionReport,
+    Verdict,
+    explain,
+    import_problem,
+    is_withheld,
+)
 from builders.dense.choice import (
     LayerRequirements,
     decode_kernel_of,
@@ -44,16 +51,20 @@ def print_backends(device: Device, console: Console) -> None:
     table.add_column("backend", no_wrap=True)
     for column in ("runs here", "serves", "KV cache dtypes", "head sizes"):
         table.add_column(column)
+    below: list[str] = []
     for member in AttentionBackendEnum:
         missing = member.missing()
         if missing:
             table.add_row(member.name, Text(f"no: {missing_reason(missing[0])}", "red"))
             continue
-        try:
-            backend = member.get_class()
-        except (ImportError, OSError) as error:
-            table.add_row(member.name, Text(f"no: cannot be imported: {error}", "red"))
+        problem = import_problem(member)
+        if problem is not None:
+            table.add_row(member.name, Text("no: see below", "red"))
+            below.append(f"{member.name}: {problem}")
             continue
+        backend = member.get_class()
+        if member.package is not None:
+            below.append(f"{member.name}: from {member.package}")
         capable = backend.supports_device(device) and backend.supports_compute_capability(
             device.compute_capability
         )
@@ -68,6 +79,8 @@ def print_backends(device: Device, console: Console) -> None:
             str(capabilities.head_sizes),
         )
     console.print(table)
+    for line in below:
+        console.print(Text(line), soft_wrap=True)
 
 
 _FEATURES = {
@@ -87,8 +100,11 @@ _FEATURES = {
 
 
 def feature_table() -> str:
-    """A Markdown table of features for each backend, from the declared capabilities."""
-    members = [member for member in AttentionBackendEnum if not member.missing()]
+    """A Markdown table of features for each backend of the library, from the declared
+    capabilities.
+    """
+    members = [AttentionBackendEnum[row.name] for row in ROWS]
+    members = [member for member in members if not member.missing()]
     declared = {member.name: member.get_class().capabilities for member in members}
     rows = [["", *declared], ["---"] * (len(declared) + 1)]
 

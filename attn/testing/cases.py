@@ -28,6 +28,7 @@ from torch import Tensor
 from attn.backends.base import AttentionBackend
 from attn.device import detect_device
 from attn.registry import AttentionBackendEnum, RegisteredBackend
+from attn.selector import import_problem
 from attn.testing.batches import BATCHES, BatchSpec, Heads
 from attn.testing.oracle import Rules
 from specs.attention import AttentionSelectorConfig, AttentionType
@@ -379,7 +380,7 @@ def device_for(row: RegisteredBackend) -> torch.device | None:
 
     A backend that needs no package but Triton runs on the CPU with ``TRITON_INTERPRET=1``.
     """
-    if row.missing():
+    if row.missing() or import_problem(row) is not None:
         return None
     here = detect_device()
     if row.get_class().supports_device(here):

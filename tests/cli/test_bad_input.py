@@ -81,7 +81,14 @@ WRONG: dict[str, dict[str, tuple[str, list[str]]]] = {
         "--merge": ("nowhere.json", ["nowhere.json"]),
     },
     "backends": {},
+    "new-backend": {
+        "name": ("9lives", ["name must be letters", "'9lives'"]),
+        "--dir": ("/dev/null/x", ["/dev/null/x"]),
+        "--family": ("sparse", ["--family", "'sparse'", "'latent'"]),
+    },
 }
+# Words that a command needs before any option.
+NEEDED = {"new-backend": ["OUTER_ATTN"]}
 # The description of a measurement may be any text.
 ANY_TEXT = {("bench kernels", "--commit")}
 
@@ -128,14 +135,17 @@ def test_every_option_that_takes_a_value_is_walked() -> None:
 )
 def test_a_wrong_value_is_one_line_that_names_it(command: str, option: str) -> None:
     value, words = WRONG[command][option]
-    line = the_line(invoke(*command.split(), option, value))
+    is_option = option.startswith("-")
+    given = [*NEEDED.get(command, []), option, value] if is_option else [value]
+    line = the_line(invoke(*command.split(), *given))
     assert all(word in line for word in words), line
 
 
 @pytest.mark.parametrize("command", WRONG)
 def test_an_unknown_option_or_argument_is_one_line(command: str) -> None:
-    assert "--no-such" in the_line(invoke(*command.split(), "--no-such", "1"))
-    assert "nonsense" in the_line(invoke(*command.split(), "nonsense"))
+    words = [*command.split(), *NEEDED.get(command, [])]
+    assert "--no-such" in the_line(invoke(*words, "--no-such", "1"))
+    assert "nonsense" in the_line(invoke(*words, "nonsense"))
 
 
 @pytest.mark.parametrize("words", [["frob"], ["bench", "frob"]])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from attn.backends.base import AttentionBackend
@@ -15,7 +13,6 @@ from attn.testing.cases import (
     FEATURES,
     HEADS,
     LATENT_HEADS,
-    AnyCase,
     Case,
     LatentCase,
     cases_for,
@@ -24,7 +21,7 @@ from attn.testing.cases import (
     runs_here,
     takes_blocks,
 )
-from attn.testing.conformance import check_case
+from attn.testing.plugin import BackendCase
 from specs.dtypes import CacheDType, DType
 from specs.layouts import KVOrder, KVPacking
 
@@ -46,25 +43,9 @@ def backends_here() -> list[str]:
     return [row.name for row in AttentionBackendEnum if device_for(row) is not None]
 
 
-def cases_of_every_backend() -> Iterator[object]:
-    for row in AttentionBackendEnum:
-        device = device_for(row)
-        if device is None:
-            missing = ", ".join(row.missing())
-            reason = f"needs {missing}" if missing else "does not run on this device"
-            yield pytest.param(row.name, None, id=row.name, marks=pytest.mark.skip(reason=reason))
-            continue
-        marks = [pytest.mark.gpu] if device.type == "cuda" else []
-        for case in cases_for(row.get_class()):
-            yield pytest.param(row.name, case, id=f"{row.name}-{case}", marks=marks)
-
-
-@pytest.mark.parametrize(("name", "case"), list(cases_of_every_backend()))
-def test_backend_conforms(name: str, case: AnyCase) -> None:
-    row = AttentionBackendEnum[name]
-    device = device_for(row)
-    assert device is not None
-    check_case(row.get_class(), case, device)
+@pytest.mark.attn_backend(*(row.name for row in AttentionBackendEnum))
+def test_backend_conforms(attn_case: BackendCase) -> None:
+    attn_case.check()
 
 
 @pytest.mark.parametrize("name", backends_here())

@@ -21,6 +21,7 @@ HEAVIEST: Final = (
     "tests/splitkv/test_split_kv.py",
     "tests/latent/test_mla_decode.py",
     "tests/dense/test_tile_borders.py",
+    "tests/docs/test_examples.py",
 )
 """Files that take half a minute or more, the longest first; all other files follow by name."""
 

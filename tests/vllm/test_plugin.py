@@ -7,13 +7,17 @@ import importlib.metadata
 import logging
 import os
 import pickle
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -21,6 +25,7 @@ from attn.integrations.vllm import members
 from attn.registry import AttentionBackendEnum as OurEnum
 
 DENSE = ("TORCH_REF", "TRITON_ATTN")
+EXAMPLE = Path(__file__).parents[2] / "docs/examples/vllm_offline.py"
 LOGGER = logging.getLogger("vllm.attn_backends")
 
 
@@ -274,3 +279,12 @@ def test_names_that_are_no_backends_are_no_attributes() -> None:
             getattr(members, name)
     with pytest.raises(ValueError, match="sparse"):
         _ = members.TORCH_REF_SPARSE_MLA
+
+
+def test_vllm_takes_the_settings_of_the_example(plugin: Any) -> None:
+    names = runpy.run_path(str(EXAMPLE))
+    arguments = EngineArgs(model=names["MODEL"], **names["ENGINE"])
+    assert str(arguments.attention_backend) == "CUSTOM" == names["ENGINE"]["attention_backend"]
+    assert SamplingParams(**names["SAMPLING"]).max_tokens == 64
+    plugin.register()
+    assert AttentionBackendEnum[names["ENGINE"]["attention_backend"]].is_overridden()

@@ -28,7 +28,8 @@ def path_of(member: str, backend: str) -> str:
 def __getattr__(name: str) -> Any:
     is_custom = name.startswith(_PREFIX)
     backend = name.removeprefix(_PREFIX)
-    if backend not in AttentionBackendEnum:
+    # Importing the module asks for names such as __path__, which must not read entry points.
+    if name.startswith("_") or backend not in AttentionBackendEnum:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from attn.integrations.vllm.adapter import adapted
 

@@ -128,12 +128,16 @@ def _of_others(member: Any) -> str | None:
 
 def _known(name: str, variable: str) -> str:
     """Our registry's spelling of ``name``; an error names the variable."""
+    from attn.errors import BackendPackageError
     from attn.registry import AttentionBackendEnum
 
-    if name not in AttentionBackendEnum:
+    try:
+        member = AttentionBackendEnum[name]
+    except BackendPackageError as error:
+        raise ValueError(f"{variable}={name}: {error}") from error
+    except KeyError:
         names = ", ".join(member.name for member in AttentionBackendEnum)
-        raise ValueError(f"{variable} must name one of {names}, got {name!r}")
-    member = AttentionBackendEnum[name]
+        raise ValueError(f"{variable} must name one of {names}, got {name!r}") from None
     missing = member.missing()
     if missing:
         raise ValueError(f"{variable}={name} needs {', '.join(missing)}, which is not installed")
@@ -143,8 +147,12 @@ def _known(name: str, variable: str) -> str:
 def _dense(name: str, variable: str) -> str:
     """Our registry's spelling of ``name``, which must be a backend of dense layers."""
     from attn.registry import AttentionBackendEnum
+    from attn.selector import import_problem
 
     member: Any = AttentionBackendEnum[_known(name, variable)]
+    problem = import_problem(member)
+    if problem is not None:
+        raise ValueError(f"{variable}={name} {problem}")
     if member.get_class().is_mla():
         raise ValueError(f"{variable} must name a backend of dense layers, got {name!r}")
     return str(member.name)
@@ -167,12 +175,14 @@ def _best() -> str:
 def best_dense(kind: DeviceKind) -> str:
     """Our best-ranked dense backend on a kind of device; vLLM is not imported."""
     from attn.registry import AttentionBackendEnum
-    from attn.selector import PRIORITIES, is_withheld
+    from attn.selector import import_problem, is_withheld, ranked
 
-    ranked = [name for name in PRIORITIES[kind] if not is_withheld(name, kind)]
-    for name in ranked:
+    names = [name for name in ranked(kind) if not is_withheld(name, kind)]
+    for name in names:
         member = AttentionBackendEnum[name]
-        if not member.missing() and not member.get_class().is_mla():
+        if member.missing() or import_problem(member) is not None:
+            continue
+        if not member.get_class().is_mla():
             return name
     # Every backend lacks packages. CUSTOM reports that where it is asked for; without it vLLM runs.
-    return ranked[0]
+    return names[0]

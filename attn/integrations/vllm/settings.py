@@ -9,7 +9,8 @@ from specs.engine import DecodeKernel, Kernels, PrefillKernel
 
 PREFIX: Final = "ATTN_VLLM_"
 BACKEND_VARIABLE: Final = "ATTN_VLLM_BACKEND"
-"""Our backend for ``--attention-backend CUSTOM``; unset means the best one for the device."""
+"""Our backend, or one of another package, for ``--attention-backend CUSTOM``; unset means the best
+one for the device."""
 OVERRIDE_VARIABLE: Final = "ATTN_VLLM_OVERRIDE"
 """Names in vLLM's registry, separated by commas, that our backends of the same name replace."""
 PREFILL_VARIABLE: Final = "ATTN_VLLM_PREFILL_KERNEL"

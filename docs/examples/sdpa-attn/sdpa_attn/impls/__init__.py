@@ -1,0 +1,1 @@
+"""Impls of this package."""
