@@ -209,7 +209,8 @@ class CompiledLaunch:
                 return None
             words[where] = pointers.addresses
         for index, where, encoder in self._descriptors:
-            encoded = encoder.words_of(values[index])
+            descriptor = values[index]
+            encoded = descriptor.__dict__.get(encoder.key) or encoder.words_of(descriptor)
             if encoded is None:
                 return None
             words[where] = encoded
@@ -275,22 +276,22 @@ class _Encoder:
         self._expand = expand(lambda *given: given, {0: signature}, [metadata])
         self._base = (1, 1, 1, 0, *base)
         self._is_nested = is_nested
-        self._key = f"{_ENCODED} {signature} {metadata}"
+        self.key = f"{_ENCODED} {signature} {metadata}"
         """The name of a descriptor's attribute that keeps the encoded words."""
         self._kind = _kind_of(descriptor)
 
     def words_of(self, descriptor: Any) -> list[Any] | None:
-        """The TMA map, shape and strides of a descriptor; None for a descriptor of another kind."""
-        known: dict[str, Any] = descriptor.__dict__
-        words: list[Any] | None = known.get(self._key)
-        if words is None:
-            if _kind_of(descriptor) != self._kind:
-                return None
-            if self._is_nested:
-                words = list(self._expand(*self._base, (descriptor,))[-1])
-            else:
-                words = list(self._expand(*self._base, descriptor)[len(self._base) :])
-            known[self._key] = words
+        """Encode a descriptor: its TMA map, shape and strides; None for one of another kind.
+
+        The descriptor keeps the result as its attribute :attr:`key`.
+        """
+        if _kind_of(descriptor) != self._kind:
+            return None
+        if self._is_nested:
+            words = list(self._expand(*self._base, (descriptor,))[-1])
+        else:
+            words = list(self._expand(*self._base, descriptor)[len(self._base) :])
+        descriptor.__dict__[self.key] = words
         return words
 
 

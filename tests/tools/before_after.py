@@ -6,8 +6,8 @@
 BEFORE and AFTER are folders with ``attn``, ``builders``, ``specs`` and ``tests``. Every round runs
 one process per checkout, in turn, backwards in every other round. A process makes each row's layer,
 times its kernels on the GPU with the L2 cache flushed before each call, and times on the host one
-eager forward and the ``build`` of the step. The table holds the median over the rounds, and the
-spread: (largest - smallest) / median.
+eager forward and the ``build`` of the step. The table holds the median over the rounds, the
+smallest, and the spread: (largest - smallest) / median.
 
 This file imports a checkout's benchmark by its newer or its older place, so that one file measures
 both. It needs a GPU.
@@ -230,8 +230,9 @@ def _cell(values: list[float]) -> tuple[float, float]:
 def table(results: dict[str, Any], kind: str) -> list[str]:
     """The rows of a table of ``gpu`` or ``host`` times, with a verdict each."""
     lines = [
-        "| row | before, us | spread | after, us | spread | after / before | verdict |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| row | before, us | least | spread | after, us | least | spread | after / before "
+        "| verdict |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name in results["after"][0]:
         sides = [
@@ -244,7 +245,8 @@ def table(results: dict[str, Any], kind: str) -> list[str]:
         spread, change = max(old_spread, new_spread), new / old - 1
         verdict = "level" if abs(change) <= spread else "slower" if change > 0 else "faster"
         lines.append(
-            f"| {name} | {old:.1f} | {old_spread:.1%} | {new:.1f} | {new_spread:.1%} "
+            f"| {name} | {old:.1f} | {min(sides[0]):.1f} | {old_spread:.1%} "
+            f"| {new:.1f} | {min(sides[1]):.1f} | {new_spread:.1%} "
             f"| {new / old:.3f} | {verdict} |"
         )
     return lines
@@ -260,8 +262,8 @@ def rendered(results: dict[str, Any], before: str, after: str) -> str:
             "",
             f"`before` is {before}, `after` is {after}; torch {about['torch']}, Triton "
             f"{about['triton']}. The versions ran in processes of their own, in turn, {rounds} "
-            "rounds, by `tests/tools/before_after.py`. A time is the median of the rounds. A "
-            "spread is (largest - smallest) / median of one side's rounds. A difference within the "
+            "rounds, by `tests/tools/before_after.py`. A time is the median of the rounds, `least` "
+            "their smallest. A spread is (largest - smallest) / median of one side's rounds. A difference within the "
             "larger spread is called level.",
             "",
             "## On the GPU",
@@ -272,7 +274,10 @@ def rendered(results: dict[str, Any], before: str, after: str) -> str:
             "",
             "## On the host",
             "",
-            "One eager forward of a layer, or one `build` of a step, without waiting for the GPU.",
+            "One eager forward of a layer, or one `build` of a step, without waiting for the GPU. "
+            "The GPU machine shares its processors with other work: in some rounds everything on "
+            "the host takes up to twice as long, in both versions. The least of the rounds is the "
+            "time of a host that is not disturbed.",
             "",
             *table(results, "host"),
             "",
