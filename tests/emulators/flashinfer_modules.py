@@ -48,7 +48,7 @@ from specs.layouts import KVOrder
 from tests.emulators import flashinfer_emulator, flashinfer_mla_emulator
 from tests.emulators import trtllm_emulator as trtllm
 from tests.emulators.flashinfer_signatures import installed_version
-from tests.gpu import test_gpu_flashinfer, test_gpu_flashinfer_mla, test_gpu_trtllm_mha
+from tests.gpu.vendor import test_gpu_flashinfer, test_gpu_flashinfer_mla, test_gpu_trtllm_mha
 from tests.tools.gpus import hopper
 
 DEVICE = KNOWN_DEVICES["h200"]

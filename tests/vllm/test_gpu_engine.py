@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.vllm.engine_models import ENCODER, HYBRID, LATENT
-from tests.vllm.engine_worker import Error, Result, Run, result_of
+from tests.vllm.engine.models import ENCODER, HYBRID, LATENT
+from tests.vllm.engine.worker import Error, Result, Run, result_of
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.gpu
@@ -219,7 +219,7 @@ class Engines:
         source, target = (self.folder / f"{number}-{name}.json" for name in ("run", "result"))
         source.write_text(json.dumps(asdict(run)), encoding="utf-8")
         done = subprocess.run(
-            [sys.executable, "-m", "tests.vllm.engine_worker", str(source), str(target)],
+            [sys.executable, "-m", "tests.vllm.engine.worker", str(source), str(target)],
             cwd=ROOT,
             env=_environment(environment),
             stdout=subprocess.PIPE,

@@ -15,7 +15,7 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 
 from attn.integrations.vllm import adapter, compat, members
 from builders.launch.call import collected_calls
-from tests.vllm.engine_models import CONFIGS, HYBRID
+from tests.vllm.engine.models import CONFIGS, HYBRID
 from tests.vllm.runner import HEAD_SIZE, KV_HEADS, Runner, Tokens, expected, plain_rules
 from tests.vllm.test_layers import dense
 

@@ -27,8 +27,8 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import mla_attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from tests.vllm.engine_models import LATENT, make_model, prompts_of
-from tests.vllm.engine_worker import Run, reference_of
+from tests.vllm.engine.models import LATENT, make_model, prompts_of
+from tests.vllm.engine.worker import Run, reference_of
 from tests.vllm.test_latent import NoPrefill
 
 MAX_LEN, BLOCK_SIZE = 256, 64

@@ -1,4 +1,4 @@
-"""One run of vLLM's engine, scored: ``python -m tests.vllm.engine_worker RUN_JSON RESULT_JSON``.
+"""One run of vLLM's engine, scored: ``python -m tests.vllm.engine.worker RUN_JSON RESULT_JSON``.
 
 A run has a process of its own, because vLLM selects its backends once per process. The engine core
 stays in that process, so that layers can be looked at and kernels recorded.
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from tests.vllm.engine_models import ENCODER, MAX_LEN, VOCAB, make_model, prompts_of
+from tests.vllm.engine.models import ENCODER, MAX_LEN, VOCAB, make_model, prompts_of
 
 OUTPUT_LEN = 24
 
@@ -33,7 +33,7 @@ class Run:
     """The settings of a run."""
 
     model: str
-    """Name of a model of :mod:`tests.vllm.engine_models`."""
+    """Name of a model of :mod:`tests.vllm.engine.models`."""
     folder: str
     """Folder of the model; it is made there if it is missing."""
     backend: str
