@@ -257,16 +257,20 @@ def table(results: dict[str, Any], kind: str) -> list[str]:
 
 
 def targets(results: dict[str, Any]) -> list[str]:
-    """The rows of a table that judges the least host time of each row by its family's target."""
-    lines = ["| row | after, least, us | target, us | verdict |", "| --- | --- | --- | --- |"]
+    """The rows of a table that judges the host time of each row by its family's target."""
+    lines = [
+        "| row | after, us | least | target, us | verdict |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     for name in results["after"][0]:
         old, new = (
-            min(times[name]["host"] for times in results[side]) for side in ("before", "after")
+            [times[name]["host"] for times in results[side]] for side in ("before", "after")
         )
-        family = name.split()[0]
-        most = BUILD_US if name.endswith(BUILDS) else DENSE_US if family == "dense" else old
-        verdict = "met" if new <= most else "NOT met"
-        lines.append(f"| {name} | {new:.1f} | {most:.1f} | {verdict} |")
+        family, middle = name.split()[0], statistics.median(new)
+        most = BUILD_US if name.endswith(BUILDS) else DENSE_US if family == "dense" else min(old)
+        verdict = "met by the least alone" if min(new) <= most else "NOT met"
+        verdict = "met" if middle <= most else verdict
+        lines.append(f"| {name} | {middle:.1f} | {min(new):.1f} | {most:.1f} | {verdict} |")
     return lines
 
 
@@ -300,7 +304,7 @@ def rendered(results: dict[str, Any], before: str, after: str) -> str:
             *table(results, "host"),
             "",
             f"An eager dense forward may take the host {DENSE_US:.0f} us, `build` of 256 decodes "
-            f"{BUILD_US:.0f} us. A latent or a sparse forward may take what it took before.",
+            f"{BUILD_US:.0f} us. A latent or a sparse forward may take the least that it took before.",
             "",
             *targets(results),
             "",
