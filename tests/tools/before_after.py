@@ -304,7 +304,8 @@ def rendered(results: dict[str, Any], before: str, after: str) -> str:
             *table(results, "host"),
             "",
             f"An eager dense forward may take the host {DENSE_US:.0f} us, `build` of 256 decodes "
-            f"{BUILD_US:.0f} us. A latent or a sparse forward may take the least that it took before.",
+            f"{BUILD_US:.0f} us. A latent or a sparse forward may take the least that it took "
+            "before.",
             "",
             *targets(results),
             "",
