@@ -412,7 +412,7 @@ def test_rows_that_are_not_aligned_are_refused(
         launched(trial, tile, query=query[..., :512])
     layer = SparseLayer(8, 0.1, LatentFormat.FP8_NOPE_FP8_ROPE)
     case = replace(trial.case, layout=layer.layout)
-    with pytest.raises(ValueError, match="the one for few heads, or the portable kernel"):
+    with pytest.raises(ValueError, match="the kernel for few heads, or the portable kernel"):
         launched_of_e4m3(SparseTrial(case), tile)
 
 

@@ -146,7 +146,7 @@ def _wide_call(
     if layer.layout is LatentFormat.FP8_NOPE_FP8_ROPE:
         raise ValueError(
             f"the Hopper sparse kernel for many heads does not serve this layer: rows of "
-            f"{layer.layout.value} are read by the one for few heads, or the portable kernel"
+            f"{layer.layout.value} are read by the kernel for few heads, or the portable kernel"
         )
     programs = total = _work(layer, tile, tensors)
     if tile.shares:

@@ -45,8 +45,7 @@ class DequantisedLauncher:
         varying: Mapping[str, Any],
         variant: tuple[Any, ...],
     ) -> tuple[Launch, Launch] | None:
-        """The launch that dequantises, and the one that attends; None where tiles convert their
-        own.
+        """The launch that dequantises and the launch that attends.
 
         Args:
             plan: with a workspace.
@@ -54,6 +53,9 @@ class DequantisedLauncher:
             tensors: of this forward.
             varying: arguments that differ from call to call, by the portable kernel's names.
             variant: everything else that a launcher depends on.
+
+        Returns:
+            Both, in their order; None where each tile dequantises the keys that it reads.
 
         Raises:
             ValueError: tensors that do not fit the layer.
