@@ -221,3 +221,27 @@ def expected_rows(
             exact.append(latent_output(weights, asked))
             low.append(low_latent_output(weights, asked, stored[listed], attend).double())
     return Answer(torch.cat(exact), torch.cat(low))
+
+
+def expected_dense(
+    sequences: Sequences,
+    sizes: Sizes,
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    cache_dtype: str = "auto",
+    k_scale: float = 1.0,
+) -> Answer:
+    """The oracle's answer for a step's new tokens, each of which attends all tokens up to it."""
+    weights = sizes.weights(sequences.requests[0].query.dtype)
+    exact, low = [], []
+    for whole, count, length in zip(sequences.requests, query_lens, seq_lens, strict=True):
+        first, rows = length - count, whole.key[:length]
+        query = whole.query[first:length]
+        asked = replace(
+            whole, first_position=first, query=query, key=rows, value=rows[..., : sizes.rank]
+        )
+        scale = torch.tensor(k_scale)
+        stored = stored_rows.quantized_latent(rows[:, 0], cache_dtype, scale, sizes.rank)
+        exact.append(latent_output(weights, asked))
+        low.append(low_latent_output(weights, asked, stored).double())
+    return Answer(torch.cat(exact), torch.cat(low))

@@ -11,10 +11,12 @@ from vllm.model_executor.layers.attention import mla_attention
 from tests.vllm.sparse.layer import (
     BLOCK_SIZE,
     NARROW,
+    TOPK,
     WIDE,
     Sequences,
     Sizes,
     SparseRunner,
+    expected_dense,
     expected_rows,
 )
 from tests.vllm.test_latent import NoPrefill
@@ -70,3 +72,45 @@ def test_a_sparse_layer_runs_on_ours_and_is_right(
     check(rows, [before[row] for row in rows], [before[row] for row in rows])
     rows = sorted(range(len(before)), key=lambda row: MIX[0][row] > 1)
     check(rows, [MIX[0][row] for row in rows], [MIX[1][row] for row in rows])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_short_prompts_attend_every_token_and_read_no_list(
+    runner_of: Callable[..., SparseRunner], kind: str
+) -> None:
+    sizes, settings = KINDS[kind]
+    runner = runner_of(sizes, **settings)
+    cache_dtype = settings.get("cache_dtype", "auto")
+    lens = (TOPK, 9, TOPK, 40)
+    sequences, table = Sequences.random(lens, sizes, runner.dtype), runner.table
+
+    def run(rows: list[int], query_lens: list[int], seq_lens: list[int], decodes: int) -> None:
+        runner.table, chosen = table[rows], sequences.take(rows)
+        lists = chosen.of_step(query_lens, seq_lens)[: sum(query_lens[:decodes])]
+        runner.indexer.fill(lists)
+        batch = runner.batch(query_lens, seq_lens)
+        record = runner.builder.build(0, batch)
+        prompts = sum(query_lens[decodes:])
+        is_direct = cache_dtype != "fp8_ds_mla" or query_lens[decodes:] == seq_lens[decodes:]
+        assert (record.prefill is not None) == (is_direct and prompts > 0)
+        if not is_direct:
+            runner.indexer.fill(chosen.of_step(query_lens, seq_lens))
+        output = runner.forward(record, chosen.tokens(), query_lens, seq_lens, batch)
+        parts = (slice(0, decodes), expected_rows), (slice(decodes, None), expected_dense)
+        for part, answer in parts:
+            if not query_lens[part]:
+                continue
+            if not is_direct:
+                answer = expected_rows
+            some = Sequences(chosen.requests[part], chosen.lists[part])
+            first = sum(query_lens[: part.start])
+            rows_of = output[first : first + sum(query_lens[part])]
+            answer(some, sizes, query_lens[part], seq_lens[part], cache_dtype).assert_is(rows_of)
+
+    run([0, 1], [11, 9], [11, 9], 0)
+    # A long prompt beside it sends a short prompt to the lists.
+    runner.table, chosen = table[[3, 2]], sequences.take([3, 2])
+    output = runner.attend(chosen, [39, 4], [39, 4])
+    expected_rows(chosen, sizes, [39, 4], [39, 4], cache_dtype).assert_is(output)
+    # A decode, a chunk with cached tokens before it, and one more.
+    run([3, 0, 2], [1, 5, 12], [40, 16, 16], 1)
