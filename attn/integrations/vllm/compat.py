@@ -139,3 +139,9 @@ def features_of(vllm_config: Any, spec: Any) -> Features:
         shared_prefix=not getattr(model, "disable_cascade_attn", True),
         output_quant=bool(getattr(passes, "fuse_attn_quant", False)),
     )
+
+
+def indexer_topk_backend(vllm_config: Any) -> str:
+    """Kernel of vLLM's that is named for an indexer's lists; ``auto`` in 0.26, which has none."""
+    kernels = getattr(vllm_config, "kernel_config", None)
+    return str(getattr(kernels, "sparse_indexer_topk_backend", "auto"))
