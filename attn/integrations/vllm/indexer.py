@@ -46,6 +46,7 @@ NAME: Final = "ATTN_BACKENDS_INDEXER"
 _OP: Final = "sparse_attn_indexer"
 _ADOPTED: Final = "attn_backends_adopted"
 _E4M3: Final = torch.float8_e4m3fn
+_CACHE_DTYPES: Final = ("auto", "fp8", "fp8_e4m3")
 
 _reserved: dict[torch.device, torch.Tensor] = {}
 """Memory of each device that a profiling run took, until a builder takes its own."""
@@ -114,8 +115,11 @@ def reasons(vllm_config: Any) -> list[str]:
     """
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     found = []
-    if vllm_config.attention_config.use_fp4_indexer_cache:
-        found.append("fp4 indexer cache not supported (use_fp4_indexer_cache)")
+    dtype = compat.indexer_cache_dtype(vllm_config)
+    if dtype not in _CACHE_DTYPES:
+        found.append(
+            f"indexer cache of {dtype} not supported (served: {', '.join(_CACHE_DTYPES)})"
+        )
     if cache.user_specified_block_size and cache.block_size % INDEXER_PAGE:
         found.append(
             f"block_size {cache.block_size} not supported by the indexer (its pages hold "
