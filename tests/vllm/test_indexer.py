@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import logging
 import math
+import subprocess
+import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeGuard
 
 import pytest
 import torch
@@ -14,13 +19,16 @@ from torch import Tensor
 from vllm import platforms
 from vllm.config import set_current_vllm_config
 from vllm.forward_context import set_forward_context
+from vllm.model_executor import custom_op
 from vllm.model_executor.layers import sparse_attn_indexer as vllm_op
 from vllm.model_executor.models import deepseek_v2
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.mla import indexer as vllm_builders
 
+from attn.impls.sparse import indexer as impls
+from attn.integrations.vllm import compat, indexer_late, members
 from attn.integrations.vllm import indexer as ours
-from builders.sparse.indexer import IndexerMetadata
+from attn.ops.indexer import write_index_keys
 from tests.vllm.views import cache_view
 
 PAGE, WIDTH, HEADS, TOPK = 64, 128, 4, 24
@@ -50,8 +58,18 @@ def quantised(query: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 class Layer:
     """An indexer of vLLM's with random requests, made and called as vLLM does it."""
 
-    def __init__(self, config: Any, *, adopted: bool = True, seed: int = 0) -> None:
-        self.config, self.random = config, torch.Generator().manual_seed(seed)
+    def __init__(
+        self,
+        config: Any,
+        *,
+        adopted: bool = True,
+        is_built: bool = True,
+        module: Any = types.SimpleNamespace,
+    ) -> None:
+        """Without ``is_built`` there is no metadata builder, and without ``adopted`` no kernel of
+        ours; ``module`` is the class of the indexer.
+        """
+        self.config, self.random = config, torch.Generator().manual_seed(0)
         self.topk = config.model_config.hf_text_config.index_topk
         self.buffer = torch.full((512, self.topk), 1 << 30, dtype=torch.int32)
         with set_current_vllm_config(config):
@@ -61,7 +79,7 @@ class Layer:
             self.op = vllm_op.SparseAttnIndexer(
                 self.cache, WIDTH, "ue8m0", self.topk, WIDTH, LONGEST, 40 * LONGEST, self.buffer
             )
-            self.module = types.SimpleNamespace(
+            self.module = module(
                 k_cache=self.cache, indexer_op=self.op, n_head=HEADS, use_fused_indexer_q=True
             )
             if adopted:
@@ -76,8 +94,9 @@ class Layer:
         self.cache.kv_cache = view
         if hasattr(self.cache, "bind_kv_cache"):
             self.cache.bind_kv_cache(view)
-        spec = spec.copy_with_new_block_size(PAGE)
-        self.builder = backend.get_builder_cls()(spec, [CACHE_NAME], config, DEVICE)
+        if is_built:
+            spec = spec.copy_with_new_block_size(PAGE)
+            self.builder = backend.get_builder_cls()(spec, [CACHE_NAME], config, DEVICE)
         ids = torch.randperm(REQS * self.per, generator=self.random).int() + pages
         self.table = ids.view(REQS, self.per)
         self.keys = self.normal(REQS, LONGEST, WIDTH).to(config.model_config.dtype)
@@ -161,7 +180,7 @@ def check_list(listed: Tensor, query: Tensor, weights: Tensor, keys: Tensor) -> 
     taken = listed[:count].long()
     assert bool((listed[count:] == -1).all())
     assert bool((taken[1:] > taken[:-1]).all())
-    assert 0 <= int(taken[0])
+    assert int(taken[0]) >= 0
     assert int(taken[-1]) < len(keys)
     query, weights = query.double(), weights.double()
     products = query @ keys.T
@@ -184,16 +203,18 @@ def layer_of(
     def make(
         *,
         capability: tuple[int, int] = (9, 0),
-        adopted: bool = True,
         topk: int = TOPK,
         drafts: int = 0,
+        has_deep_gemm: bool = True,
+        change: Callable[[Any], None] = lambda config: None,
+        layer: dict[str, Any] | None = None,
         **settings: Any,
     ) -> Layer:
         cuda(*capability)
         for module in (vllm_op, vllm_builders, deepseek_v2, ours):
             monkeypatch.setattr(module, "current_platform", platforms.current_platform)
         # DeepGEMM need not be there for ours, and its calls must not happen.
-        monkeypatch.setattr(vllm_op, "has_deep_gemm", lambda: True)
+        monkeypatch.setattr(vllm_op, "has_deep_gemm", lambda: has_deep_gemm)
         for name in ("fp8_fp4_mqa_logits", "fp8_fp4_paged_mqa_logits"):
             monkeypatch.setattr(vllm_op, name, None)
         monkeypatch.setattr(vllm_builders, "get_paged_mqa_logits_metadata", None)
@@ -202,7 +223,8 @@ def layer_of(
         config.model_config.hf_text_config.index_topk = topk
         if drafts:
             config.speculative_config = types.SimpleNamespace(num_speculative_tokens=drafts)
-        return Layer(config, adopted=adopted)
+        change(config)
+        return Layer(config, **(layer or {}))
 
     yield make
     for library in ours._libraries.values():
@@ -229,3 +251,351 @@ def test_the_op_lists_the_best_keys_step_after_step(
     assert isinstance(layer.builder, ours.IndexerBuilder)
     for parts, padding in STEPS.values():
         layer.step(parts, padding)
+
+
+@pytest.mark.parametrize("topk", [512, 1024, 2048])
+def test_lists_longer_than_a_request_end_in_minus_one(
+    layer_of: Callable[..., Layer], topk: int
+) -> None:
+    layer = layer_of(topk=topk)
+    layer.step([(1, 0, 3)])
+    layer.step([(1, 3, 1)], padding=1)
+
+
+def test_rows_of_a_verify_see_one_key_more_each(layer_of: Callable[..., Layer]) -> None:
+    layer = layer_of(drafts=3, topk=8)
+    assert layer.builder.threshold == 4
+    layer.step([(0, 0, 62), (1, 0, 20)])
+    layer.step([(0, 62, 4), (1, 20, 4), (2, 0, 9)])
+    # Three drafts of the first request and one of the second were rejected.
+    layer.step([(0, 63, 4), (1, 23, 4)], padding=2)
+
+
+def test_a_cached_prefix_is_scored_without_being_written(layer_of: Callable[..., Layer]) -> None:
+    layer = layer_of()
+    layer.step([(0, 0, 70)])
+    layer.table[1, 0] = layer.table[0, 0]
+    layer.keys[1, :PAGE] = layer.keys[0, :PAGE]
+    layer.step([(0, 70, 1), (1, PAGE, 20)])
+    layer.step([(1, 84, 1)])
+
+
+def test_a_captured_step_reads_what_later_builds_write(layer_of: Callable[..., Layer]) -> None:
+    layer = layer_of(topk=8)
+    layer.step([(0, 0, 66), (1, 0, 5), (2, 0, 30)])
+    static = layer.batch([(0, 0, 1), (1, 0, 1), (2, 0, 1)])
+    record = layer.builder.build_for_cudagraph_capture(static)
+    for parts in ([(0, 66, 1), (2, 30, 1), (1, 5, 1)], [(2, 31, 1), (1, 6, 1), (0, 67, 1)]):
+        batch = layer.batch(parts)
+        for name in ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping"):
+            getattr(static, name).copy_(getattr(batch, name))
+        layer.builder.build(0, static)
+        given = layer.inputs(parts, 0)
+        layer.buffer.fill_(1 << 30)
+        with set_forward_context({CACHE_NAME: record}, layer.config):
+            layer.op(*given)
+        layer.check(parts, given, 0)
+
+
+def test_a_padding_request_of_a_captured_batch_sees_no_key(layer_of: Callable[..., Layer]) -> None:
+    layer = layer_of(topk=8)
+    layer.step([(0, 0, 20)])
+    batch = layer.batch([(0, 20, 1)], padding=2)
+    # As vLLM pads: the last start is repeated, lengths are 0, and the table's rows are arbitrary.
+    batch.query_start_loc = torch.tensor([0, 1, 1, 1], dtype=torch.int32)
+    batch.query_start_loc_cpu = batch.query_start_loc.clone()
+    batch.seq_lens = torch.tensor([21, 0, 0], dtype=torch.int32)
+    batch.seq_lens_cpu_upper_bound = batch.seq_lens
+    batch.block_table_tensor = layer.table[[0, 1, 2]]
+    batch.num_reqs = 3
+    given = layer.inputs([(0, 20, 1)], 2)
+    layer.buffer.fill_(1 << 30)
+    with set_forward_context({CACHE_NAME: layer.builder.build(0, batch)}, layer.config):
+        layer.op(*given)
+    layer.check([(0, 20, 1)], given, 2)
+
+
+FAULTS: dict[str, Callable[[Any, pytest.MonkeyPatch], None]] = {}
+
+
+def fault(name: str) -> Callable[[Any], Any]:
+    def keep(change: Any) -> Any:
+        FAULTS[name] = change
+        return change
+
+    return keep
+
+
+@fault("lists of positions that are one too high")
+def _shifted(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = impls.select_topk
+
+    def select(logits: Tensor, lens: Tensor, out: Tensor) -> None:
+        real(logits, lens, out)
+        out[out >= 0] += 1
+
+    monkeypatch.setattr(impls, "select_topk", select)
+
+
+@fault("the newest key is not seen")
+def _short(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = impls.select_topk
+    monkeypatch.setattr(impls, "select_topk", lambda x, lens, out: real(x, lens - 1, out))
+
+
+@fault("weights without the query's scale")
+def _unscaled(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = impls.paged_index_logits
+
+    def score(query: Tensor, weights: Tensor, *others: Any) -> None:
+        real(query, weights.sign(), *others)
+
+    monkeypatch.setattr(impls, "paged_index_logits", score)
+
+
+@fault("keys with scales of another rule")
+def _other_scale(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = impls.write_index_keys
+
+    def write(keys: Tensor, cache: Tensor, slots: Tensor) -> None:
+        real(keys, cache, slots)
+        scales = cache.view(len(cache), -1)[:, PAGE * WIDTH :].view(torch.float32)
+        scales *= 2
+
+    monkeypatch.setattr(impls, "write_index_keys", write)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found(
+    layer_of: Callable[..., Layer], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    layer = layer_of(topk=8)
+    layer.step([(0, 0, 40)])
+    FAULTS[name](layer, monkeypatch)
+    with pytest.raises(AssertionError):
+        layer.step([(0, 40, 1)])
+
+
+def test_the_profiling_run_takes_the_memory_that_the_builder_will_take(
+    layer_of: Callable[..., Layer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = layer_of(topk=8)
+    given = layer.inputs([(0, 0, 3)], 0)
+
+    def profile() -> None:
+        with set_forward_context(None, layer.config):
+            assert layer.op(*given).data_ptr() == layer.buffer.data_ptr()
+
+    # The builder is there, so a dummy run takes nothing.
+    profile()
+    assert not ours._reserved
+    monkeypatch.setattr(getattr(layer.cache, ours._ADOPTED), "is_planned", False)
+    profile()
+    buffers = layer.builder.buffers
+    owned = sum(buffers[name].nbytes for name in ("logits", "data", "scale"))
+    assert {device: held.nbytes for device, held in ours._reserved.items()} == {DEVICE: owned}
+    profile()
+    with set_current_vllm_config(layer.config):
+        type(layer.builder)(
+            layer.cache.get_kv_cache_spec(layer.config), [CACHE_NAME], layer.config, DEVICE
+        )
+    assert not ours._reserved
+
+
+def test_an_indexer_that_was_not_adopted_is_vllm_s(layer_of: Callable[..., Layer]) -> None:
+    layer = layer_of(layer={"adopted": False, "is_built": False})
+    assert layer.cache.get_attn_backend() is vllm_builders.DeepseekV32IndexerBackend
+    assert not ours._libraries
+    # Another layer of the process is adopted: vLLM's function still runs for this one.
+    ours.serve_op("CPU")
+    record = vllm_record(slots=torch.empty(0, dtype=torch.int64))
+    layer.op.skip_k_cache_insert = True
+    given = layer.inputs([(0, 0, 3)], 0)
+    with set_forward_context({CACHE_NAME: record}, layer.config):
+        layer.op(*given)
+    # It clears the rows of all inputs, which ours leaves alone.
+    assert bool((layer.buffer[: len(given[0])] == -1).all())
+    assert bool((layer.buffer[len(given[0]) :] == 1 << 30).all())
+
+
+def vllm_record(slots: Tensor) -> Any:
+    """vLLM's record of an empty step."""
+    return vllm_builders.DeepseekV32IndexerMetadata(
+        seq_lens=torch.empty(0, dtype=torch.int32),
+        max_seq_len=0,
+        slot_mapping=slots,
+        num_decodes=0,
+        num_decode_tokens=0,
+        num_prefills=0,
+        num_prefill_tokens=0,
+    )
+
+
+def test_models_that_call_the_function_and_store_keys_themselves_are_served(
+    layer_of: Callable[..., Layer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = types.ModuleType("a_model_s_module")
+    module.sparse_attn_indexer = vllm_op.sparse_attn_indexer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    made_by = type("Indexer", (types.SimpleNamespace,), {"__module__": module.__name__})
+    layer = layer_of(topk=8, layer={"module": made_by})
+    assert module.sparse_attn_indexer is ours.indexer_step()
+    assert vllm_op.sparse_attn_indexer is not ours.indexer_step()
+    layer.step([(0, 0, 20)])
+    # The model stores the keys of the next step, then calls the function without keys.
+    parts = [(0, 20, 1), (1, 0, 30)]
+    record, given = layer.builder.build(0, layer.batch(parts)), layer.inputs(parts, 0)
+    write_index_keys(given[2], layer.cache.kv_cache, record.slot_mapping)
+    layer.buffer.fill_(1 << 30)
+    hidden, query, _, weights = given
+    with set_forward_context({CACHE_NAME: record}, layer.config):
+        module.sparse_attn_indexer(
+            *(hidden, CACHE_NAME, layer.cache.kv_cache, query, None, None, weights, WIDTH),
+            *("ue8m0", 8, WIDTH, LONGEST, 40 * LONGEST, layer.buffer),
+            skip_k_cache_insert=True,
+            use_pcp=False,
+            skip_topk_buffer_clear=True,
+        )
+    layer.check(parts, given, 0)
+
+
+def test_the_models_call_the_function_by_that_name() -> None:
+    """The module is only read: its import wants vLLM's binaries."""
+    folder = Path(vllm_op.__file__).parents[2] / "models" / "deepseek_v32"
+    path = folder / ("nvidia/attention.py" if compat.BACKENDS_SHAPE_CACHES else "attention.py")
+    tree = ast.parse(path.read_text())
+    imported = {
+        name.asname or name.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == vllm_op.__name__
+        for name in node.names
+    }
+    called = {node.func.id for node in ast.walk(tree) if is_named_call(node)}
+    assert "sparse_attn_indexer" in imported & called
+    assert "DeepseekV32Indexer" in {
+        node.name for node in tree.body if isinstance(node, ast.ClassDef)
+    }
+
+
+def is_named_call(node: ast.AST) -> TypeGuard[Any]:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+
+
+def test_another_plugin_s_op_stays(
+    layer_of: Callable[..., Layer],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Theirs(vllm_op.SparseAttnIndexer):  # type: ignore[misc]
+        pass
+
+    monkeypatch.setitem(custom_op.op_registry_oot, "SparseAttnIndexer", Theirs)
+    logging.getLogger("vllm.attn_backends").addHandler(caplog.handler)
+    try:
+        layer = layer_of(layer={"is_built": False})
+    finally:
+        logging.getLogger("vllm.attn_backends").removeHandler(caplog.handler)
+    assert isinstance(layer.op, Theirs)
+    assert layer.cache.get_attn_backend() is vllm_builders.DeepseekV32IndexerBackend
+    assert "is another plugin's, tests.vllm.test_indexer" in caplog.text
+
+
+REFUSED: dict[str, tuple[dict[str, Any], Callable[[Any], None], str]] = {
+    "pages": ({"block_size": 96}, lambda _: None, "block_size 96 not supported by the indexer"),
+    "fp4": ({}, lambda config: set_fp4(config), "indexer cache of mxfp4 not supported"),
+    "ranks": (
+        {},
+        lambda config: setattr(config.parallel_config, "prefill_context_parallel_size", 2),
+        "prefill_context_parallel_size 2 not supported by the indexer",
+    ),
+    "a kernel by name": (
+        {},
+        lambda config: set_topk_kernel(config),
+        "sparse_indexer_topk_backend 'persistent' not supported",
+    ),
+}
+
+
+def set_fp4(config: Any) -> None:
+    if compat.BACKENDS_SHAPE_CACHES:
+        config.attention_config.use_fp4_indexer_cache = True
+    else:
+        config.attention_config.indexer_kv_dtype = "mxfp4"
+
+
+def set_topk_kernel(config: Any) -> None:
+    if not hasattr(config.kernel_config, "sparse_indexer_topk_backend"):
+        pytest.skip("this vLLM has no such setting")
+    config.kernel_config.sparse_indexer_topk_backend = "persistent"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_served_is_refused_when_the_layer_is_made(
+    layer_of: Callable[..., Layer], name: str
+) -> None:
+    settings, change, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        layer_of(change=change, **settings)
+
+
+def test_gpus_without_e4m3_get_vllm_s_unfused_queries(layer_of: Callable[..., Layer]) -> None:
+    bare = {"is_built": False}
+    assert layer_of(capability=(8, 9), layer=bare).module.use_fused_indexer_q
+    assert not layer_of(capability=(8, 0), layer=bare).module.use_fused_indexer_q
+
+
+def test_a_step_makes_the_same_lists_with_batch_invariance(
+    layer_of: Callable[..., Layer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("attn.integrations.vllm.translate.batch_invariant", lambda: True)
+    layer = layer_of(topk=8)
+    layer.step([(0, 0, 20)])
+    layer.step([(0, 20, 1), (1, 0, 12)])
+    assert "data" not in layer.builder.buffers
+
+
+def test_without_deep_gemm_only_indexers_that_will_be_ours_are_made(
+    layer_of: Callable[..., Layer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_op.SparseAttnIndexer, "__init__", vllm_op.SparseAttnIndexer.__init__)
+    indexer_late.spare_deep_gemm(vllm_op)
+    kept = vllm_op.SparseAttnIndexer.__init__
+    indexer_late.spare_deep_gemm(vllm_op)
+    assert vllm_op.SparseAttnIndexer.__init__ is kept
+    backend = type("Ours", (), {"__module__": members.__name__})
+    chosen: list[Any] = [backend]
+    monkeypatch.setattr("vllm.v1.attention.selector.get_attn_backend", lambda *_, **__: chosen[0])
+    layer = layer_of(topk=8, has_deep_gemm=False)
+    layer.step([(0, 0, 12)])
+    chosen[0] = vllm_builders.DeepseekV32IndexerBackend
+    with pytest.raises(RuntimeError, match="requires DeepGEMM"):
+        layer_of(has_deep_gemm=False)
+
+
+IMPORTS = """
+import sys
+from attn.integrations.vllm import indexer_late
+before = set(sys.modules)
+indexer_late.install_when_imported()
+new = set(sys.modules) - before
+assert indexer_late.OP_MODULE not in sys.modules, "the op's module was imported"
+import vllm.model_executor.layers.sparse_attn_indexer as module
+assert hasattr(module.SparseAttnIndexer.__init__, indexer_late._MARK)
+assert module.__spec__.loader.get_source(module.__name__)
+assert "attn.integrations.vllm.indexer" not in sys.modules
+print(len(new))
+"""
+
+
+def test_the_op_s_module_is_changed_when_it_is_imported() -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", IMPORTS.replace("\nbefore", f"\n{WITHOUT}\nbefore")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+    assert int(found.stdout.splitlines()[-1]) < 10
+
+
+WITHOUT = "import vllm.utils.import_utils as utils; utils.has_deep_gemm = lambda: False"

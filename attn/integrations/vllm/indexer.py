@@ -117,9 +117,7 @@ def reasons(vllm_config: Any) -> list[str]:
     found = []
     dtype = compat.indexer_cache_dtype(vllm_config)
     if dtype not in _CACHE_DTYPES:
-        found.append(
-            f"indexer cache of {dtype} not supported (served: {', '.join(_CACHE_DTYPES)})"
-        )
+        found.append(f"indexer cache of {dtype} not supported (served: {', '.join(_CACHE_DTYPES)})")
     if cache.user_specified_block_size and cache.block_size % INDEXER_PAGE:
         found.append(
             f"block_size {cache.block_size} not supported by the indexer (its pages hold "
@@ -208,6 +206,8 @@ def indexer_step() -> Callable[..., torch.Tensor]:
         SparseIndexer(topk_indices_buffer[:, :topk_tokens]).forward(
             IndexInputs(q_quant, key, weights, kv_cache, record)
         )
+        if topk_indices_buffer.shape[1] > topk_tokens:
+            topk_indices_buffer[: record.num_actual_tokens, topk_tokens:] = -1
         return topk_indices_buffer
 
     # As with vLLM's function, a graph that is captured piece by piece has a gap here.
@@ -289,6 +289,15 @@ class IndexerBuilder(IndexerMetadataBuilder, VllmBuilder):  # type: ignore[misc]
         """Which batches a captured graph can replay, as a member of vLLM's enumeration."""
         return compat.cudagraph_support(cls._cudagraph_support.value)
 
+    @classmethod
+    def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int:
+        """Most tokens of a request in a captured batch whose requests differ in tokens.
+
+        Rows find their requests on the device, so any number up to that of a verify is served. Only
+        vLLM 0.33 calls this.
+        """
+        return translate.engine_config(vllm_config, kv_cache_spec, 1).max_decode_query_len
+
 
 class IndexerBackend(DeepseekV32IndexerBackend):  # type: ignore[misc]
     """vLLM's backend of indexers' caches with our builder; pages and their bytes are vLLM's."""
@@ -310,5 +319,5 @@ class IndexerBackend(DeepseekV32IndexerBackend):  # type: ignore[misc]
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """False: the host's number of new tokens per request must be the device's."""
-        return False
+        """True: rows of decodes find their requests on the device. Only vLLM 0.33 calls this."""
+        return True
