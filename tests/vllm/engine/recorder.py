@@ -17,8 +17,6 @@ from attn.integrations.vllm.plugin import register
 
 register()
 
-WORKER = f"{__name__}.RecordingWorker"
-
 
 class Recorder:
     """Lists of keys by prompt and layer.

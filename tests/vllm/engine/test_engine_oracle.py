@@ -46,7 +46,8 @@ def test_the_oracle_answers_as_transformers_does(name: str, small: Any) -> None:
     if architecture is None:
         pytest.skip(f"transformers {transformers.__version__} has no {ARCHITECTURES[name]}")
     folder = small(name)
-    config = transformers.AutoConfig.from_pretrained(folder)
+    # Not by its name: vLLM registers classes of its own.
+    config = architecture.config_class.from_pretrained(folder)
     model = architecture.from_pretrained(
         folder, config=config, dtype=torch.float32, attn_implementation="eager"
     ).eval()

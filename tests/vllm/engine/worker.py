@@ -35,6 +35,8 @@ from tests.vllm.engine.models import (
 )
 
 OUTPUT_LEN = 24
+WORKER = "tests.vllm.engine.recorder.RecordingWorker"
+"""vLLM's worker in latent engines."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +192,12 @@ def make_engine(run: Run) -> Any:
         from vllm.model_executor.models import gpt_oss
 
         gpt_oss.TransformerBlock.mlp_cls = PlainExperts
+    folder = other_weights_of(run) if run.reloads else run.folder
+    return LLM(model=folder, attention_backend=run.backend, **options_of(run))
+
+
+def options_of(run: Run) -> dict[str, Any]:
+    """Arguments of ``vllm.LLM`` but for the model and the backend."""
     options: dict[str, Any] = {
         "skip_tokenizer_init": True,
         "dtype": "bfloat16",
@@ -204,8 +212,6 @@ def make_engine(run: Run) -> Any:
         "seed": 0,
     }
     if run.is_latent:
-        from tests.vllm.engine.recorder import WORKER
-
         options["worker_cls"] = WORKER
     if run.is_spread:
         options["distributed_executor_backend"] = "mp"
@@ -217,8 +223,7 @@ def make_engine(run: Run) -> Any:
             pooler_config=PoolerConfig(task="token_embed"),
             skip_tokenizer_init=False,
         )
-    folder = other_weights_of(run) if run.reloads else run.folder
-    return LLM(model=folder, attention_backend=run.backend, **{**options, **run.options})
+    return {**options, **run.options}
 
 
 def other_weights_of(run: Run) -> str:
