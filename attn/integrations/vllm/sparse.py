@@ -101,14 +101,19 @@ class SparseImpl(LatentImpl):
             **extras: the other arguments that MLA impls take.
 
         Raises:
-            ValueError: more heads than a kernel takes, or neither an indexer with a buffer nor a
-                buffer.
+            ValueError: more heads than a kernel takes; neither an indexer with a buffer nor a
+                buffer; or an indexer that our kernels do not serve.
         """
         if num_heads > MOST_HEADS:
             raise ValueError(f"num_heads must be 1 to {MOST_HEADS} per rank, got {num_heads}")
         lists = _SharedLists(topk_indices_buffer) if indexer is None else indexer
         ours: Any = super()
         ours.__init__(num_heads, *args, indexer=lists, **extras)
+        if hasattr(indexer, "indexer_op"):
+            # Imported here: the module of vLLM's op is large, and only models with indexers need it.
+            from attn.integrations.vllm.indexer import adopt
+
+            adopt(indexer)
 
     @property
     def topk_indices_buffer(self) -> torch.Tensor:
