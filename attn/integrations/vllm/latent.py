@@ -6,7 +6,7 @@ prefill it expands latent rows with the up-projections that vLLM's layer keeps f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -103,6 +103,7 @@ class LatentBuilder:
 
     label: str
     """Our name and vLLM's, for the log."""
+    phase_kernels: Mapping[str, str]
     step_limits: StepLimits
 
     def __init__(
@@ -144,7 +145,7 @@ class LatentBuilder:
         self.step_limits = self.step_limits.without_table()
         for layer in layers:
             layer.impl.vllm_layer = layer
-        logger.info("%s", served_line(self.label, spec, heads, layer_names))
+        logger.info("%s", served_line(self.label, spec, heads, layer_names, self.phase_kernels))
         if device.type == "cuda":
             features = compat.features_of(vllm_config, kv_cache_spec)
             warm_up(self, layers, features.output_quant)
