@@ -111,8 +111,9 @@ def index_topk(vllm_config: Any, spec: Any = None) -> int | None:
     width = getattr(spec, "topk_buffer_width", None)
     if width is not None:
         return int(width)
-    text_config = getattr(vllm_config.model_config, "hf_text_config", None)
-    return getattr(text_config, "index_topk", None) or None
+    model = vllm_config.model_config
+    configs = (getattr(model, name, None) for name in ("hf_text_config", "hf_config"))
+    return next((size for one in configs if (size := getattr(one, "index_topk", None))), None)
 
 
 def spec_fields(spec: Any) -> dict[str, Any]:
@@ -178,6 +179,17 @@ def sparse_reasons(most_heads: int) -> list[str]:
         "DCP not supported": BACKENDS_SHAPE_CACHES and parallel.decode_context_parallel_size > 1,
     }
     return [reason for reason, is_there in found.items() if is_there]
+
+
+def latent_widths() -> tuple[int, int] | None:
+    """Columns of the latent and of the rotary part in the engine that is being made, if told."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    text_config = getattr(getattr(config, "model_config", None), "hf_text_config", None)
+    widths = (getattr(text_config, name, None) for name in ("kv_lora_rank", "qk_rope_head_dim"))
+    rank, rope = widths
+    return None if rank is None or rope is None else (int(rank), int(rope))
 
 
 def sends_short_prompts(vllm_config: Any) -> bool:

@@ -247,9 +247,10 @@ def batch_invariant() -> bool:
 
 
 def layers_of(vllm_config: Any, layer_names: Iterable[str]) -> list[Any]:
-    """The modules of the layers ``layer_names``; names that vLLM does not know are left out."""
+    """The modules of the layers ``layer_names``, without names and modules that are no layers."""
     context = vllm_config.compilation_config.static_forward_context
-    return [context[name] for name in layer_names if name in context]
+    modules = (context.get(name) for name in layer_names)
+    return [module for module in modules if hasattr(module, "impl")]
 
 
 def dcp_ranks(layers: Sequence[Any]) -> tuple[int, int]:

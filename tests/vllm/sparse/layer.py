@@ -67,8 +67,8 @@ class Projection(torch.nn.Module):
 class Lists:
     """Stands in for an indexer: its buffer, which a test fills before each step."""
 
-    def __init__(self, rows: int = 512) -> None:
-        self.topk_indices_buffer = torch.full((rows, TOPK), WILD, dtype=torch.int32)
+    def __init__(self, topk: int = TOPK) -> None:
+        self.topk_indices_buffer = torch.full((512, topk), WILD, dtype=torch.int32)
 
     def fill(self, lists: Sequence[Tensor]) -> None:
         """Put lists at the front, and wild tokens behind them."""
@@ -135,17 +135,17 @@ class SparseRunner(Runner):
         sizes: Sizes = NARROW,
         *,
         is_shared: bool = False,
-        backend: Any = None,
+        topk: int = TOPK,
     ) -> None:
         """
         Args:
             config: vLLM's.
             sizes: of the layer.
             is_shared: the layer has no indexer and reads another layer's lists.
-            backend: vLLM's backend class; None lets vLLM select one.
+            topk: entries of a list.
         """
-        self.sizes, self.indexer = sizes, Lists()
-        config.model_config.hf_text_config.index_topk = TOPK
+        self.sizes, self.indexer = sizes, Lists(topk)
+        config.model_config.hf_text_config.index_topk = topk
 
         def make_layer(config: Any) -> Any:
             return mla_attention.MLAAttention(
@@ -157,7 +157,7 @@ class SparseRunner(Runner):
                 use_sparse=True,
                 indexer=None if is_shared else self.indexer,
                 topk_indices_buffer=self.indexer.topk_indices_buffer,
-                attn_backend=backend or members.CUSTOM_SPARSE_MLA,
+                attn_backend=members.CUSTOM_SPARSE_MLA,
             )
 
         super().__init__(config, make_layer)

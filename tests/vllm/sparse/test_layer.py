@@ -6,10 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from vllm.model_executor.layers.attention import mla_attention
 
 from tests.vllm.sparse.layer import (
-    BLOCK_SIZE,
     NARROW,
     TOPK,
     WIDE,
@@ -19,26 +17,9 @@ from tests.vllm.sparse.layer import (
     expected_dense,
     expected_rows,
 )
-from tests.vllm.test_latent import NoPrefill
 
 MIX = ((1, 30, 4, 1, 20), (40, 30, 52, 1, 85))
 """A decode, a prompt, a prompt's next chunk, a decode of a first token, a chunk over a block."""
-
-
-@pytest.fixture
-def runner_of(
-    cuda: Callable[..., None],
-    make_config: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> Callable[..., SparseRunner]:
-    cuda()
-    monkeypatch.setattr(mla_attention, "get_mla_prefill_backend", lambda _: NoPrefill)
-
-    def make(sizes: Sizes = NARROW, *, is_shared: bool = False, **settings: Any) -> SparseRunner:
-        config = make_config(**{"block_size": BLOCK_SIZE, "dtype": "bfloat16", **settings})
-        return SparseRunner(config, sizes, is_shared=is_shared)
-
-    return make
 
 
 KINDS: dict[str, tuple[Sizes, dict[str, Any]]] = {
