@@ -497,7 +497,7 @@ def test_another_plugin_s_op_stays(
         logging.getLogger("vllm.attn_backends").removeHandler(caplog.handler)
     assert isinstance(layer.op, Theirs)
     assert layer.cache.get_attn_backend() is vllm_builders.DeepseekV32IndexerBackend
-    assert "is another plugin's, tests.vllm.test_indexer" in caplog.text
+    assert "the indexer's op is tests.vllm.test_indexer" in caplog.text
 
 
 REFUSED: dict[str, tuple[dict[str, Any], Callable[[Any], None], str]] = {
@@ -599,3 +599,75 @@ def test_the_op_s_module_is_changed_when_it_is_imported() -> None:
 
 
 WITHOUT = "import vllm.utils.import_utils as utils; utils.has_deep_gemm = lambda: False"
+
+
+def test_vllm_s_whole_indexer_runs_over_ours(
+    layer_of: Callable[..., Layer],
+    one_process: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Projections, norm and rotation are vLLM's; the op gets what they make.
+
+    vLLM's kernels that quantise queries need a GPU, so a restatement stands for them.
+    """
+
+    def quantise(rows: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        fp8, scale = stored(rows)
+        return fp8, scale[:, None]
+
+    monkeypatch.setattr(deepseek_v2, "per_token_group_quant_fp8", quantise)
+    layer = layer_of(topk=8)
+    del layer.config.compilation_config.static_forward_context[CACHE_NAME]
+    hidden, rank, rope = 64, 32, 64
+    hf = types.SimpleNamespace(
+        index_topk=8, index_n_heads=HEADS, index_head_dim=WIDTH, qk_rope_head_dim=rope
+    )
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with set_current_vllm_config(layer.config):
+            one_process()
+            prefix = CACHE_NAME.removesuffix(".k_cache")
+            indexer = deepseek_v2.Indexer(
+                *(layer.config, hf, hidden, rank, None, layer.config.cache_config, layer.buffer),
+                prefix,
+            )
+            rotary = deepseek_v2.get_rope(
+                rope, max_position=LONGEST, is_neox_style=True,
+                rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            )  # fmt: skip
+            ours.adopt(indexer)
+    finally:
+        torch.set_default_dtype(default)
+    for parameter in indexer.parameters():
+        parameter.data.normal_(generator=layer.random)
+    indexer.use_fused_indexer_q = False
+    indexer.k_cache.kv_cache = layer.cache.kv_cache
+    calls: list[tuple[Tensor, ...]] = []
+    op = indexer.indexer_op.forward
+    monkeypatch.setattr(
+        indexer.indexer_op, "forward", lambda *given: (calls.append(given), op(*given))[1]
+    )
+    parts: list[Part] = [(0, 0, 20), (1, 0, 4)]
+    later: list[Part] = [(0, 20, 1), (1, 4, 1)]
+    for step in (parts, later):
+        tokens = sum(new for _, _, new in step)
+        states = layer.normal(tokens, hidden).bfloat16()
+        positions = torch.cat([torch.arange(done, done + new) for _, done, new in step])
+        record = layer.builder.build(0, layer.batch(step))
+        layer.buffer.fill_(1 << 30)
+        with (
+            set_current_vllm_config(layer.config),
+            set_forward_context({CACHE_NAME: record}, layer.config),
+            torch.no_grad(),
+        ):
+            found = indexer(states, layer.normal(tokens, rank).bfloat16(), positions, rotary)
+        assert found.data_ptr() == layer.buffer.data_ptr()
+        _, query, key, weights = calls[-1]
+        assert query.dtype == E4M3
+        assert weights.dtype == torch.float32
+        at = 0
+        for req, done, new in step:
+            layer.keys[req, done : done + new] = key[at : at + new]
+            at += new
+        layer.check(step, (states, query, key, weights), 0)

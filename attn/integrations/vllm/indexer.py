@@ -71,7 +71,7 @@ class Adopted:
 def adopt(indexer: Any) -> None:
     """Serve an indexer of vLLM's by our kernels; a layer's sparse impl calls this when it is made.
 
-    An indexer whose op another plugin replaced is left to that plugin; the log says so.
+    An indexer whose op is another class, such as another plugin's, stays as it is; the log says so.
 
     Args:
         indexer: vLLM's module, with ``k_cache`` and ``indexer_op``.
@@ -80,13 +80,14 @@ def adopt(indexer: Any) -> None:
         ValueError: the configuration asks for what our kernels do not serve; the message has every
             reason.
     """
-    op, cache = indexer.indexer_op, indexer.k_cache
+    op = getattr(indexer, "indexer_op", None)
     if type(op) is not vllm_op.SparseAttnIndexer:
         logger.warning_once(
-            "attn-backends: the indexer's op is another plugin's, %s.%s, and stays so",
+            "attn-backends: the indexer's op is %s.%s, not vLLM's, and stays so",
             *(type(op).__module__, type(op).__qualname__),
         )
         return
+    cache = indexer.k_cache
     config = get_current_vllm_config()
     problems = [*reasons(config), *_op_reasons(op)]
     if problems:
