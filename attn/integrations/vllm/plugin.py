@@ -45,6 +45,7 @@ def register() -> None:
     settings.pass_on()
     _put(*_wanted())
     indexer_late.install_when_imported()
+    indexer_late.use_generic_models()
 
 
 def is_served(version: str) -> bool:
