@@ -38,10 +38,13 @@ _MARK: Final = "attn_backends_spares_deep_gemm"
 
 
 def install_when_imported() -> None:
-    """Let ops of indexers that will be ours be made without DeepGEMM; nothing heavy is imported.
+    """Place what models with indexers will need; nothing heavy is imported."""
+    use_generic_models()
+    wait_for_op()
 
-    Where DeepGEMM is installed, nothing is done.
-    """
+
+def wait_for_op() -> None:
+    """Where DeepGEMM is missing, let the ops of indexers that will be ours be made without it."""
     from vllm.utils.import_utils import has_deep_gemm
 
     if has_deep_gemm():
