@@ -7,7 +7,6 @@ import re
 from typing import TYPE_CHECKING, Any, Final
 
 from attn.integrations.vllm import settings
-from attn.integrations.vllm.indexer_late import install_when_imported
 from attn.integrations.vllm.settings import BACKEND_VARIABLE, OVERRIDE_VARIABLE
 
 if TYPE_CHECKING:
@@ -45,6 +44,8 @@ def register() -> None:
     settings.check()
     settings.pass_on()
     _put(*_wanted())
+    from attn.integrations.vllm.indexer_late import install_when_imported
+
     install_when_imported()
 
 
