@@ -155,6 +155,11 @@ class ExpandedPrefill:
         asks = LayerRequirements(query=spec.dtype, cache_dtype=CacheDType.AUTO)
         return prefill_kernel_of(shape, kind, 0, asks, wanted, LATENT_OPTION)[0]
 
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel that attends the expanded keys."""
+        return "triton" if self._hopper is None else "hopper"
+
     def plan(self, batch: CommonAttentionMetadata, decodes: int) -> LatentPrefill:
         """Plan the requests behind the leading decodes; nothing is read back from the device.
 

@@ -142,6 +142,12 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
         self.planner = decode_planner(spec, vllm_config, self.gpu, limits, self.buffers)
         self.expanded = ExpandedPrefill(spec, vllm_config, self.gpu, self.buffers, self.window)
 
+    @property
+    def phase_kernels(self) -> dict[str, str]:
+        """See the base class."""
+        decode = "triton" if self.planner.hopper_decode is None else "hopper"
+        return {"decode": decode, "prefill": self.expanded.kernel}
+
     def build(
         self,
         common_prefix_len: int,
