@@ -81,7 +81,7 @@ def adopt(indexer: Any) -> None:
         ValueError: the configuration asks for what our kernels do not serve; the message has every
             reason.
     """
-    op: Any = getattr(indexer, "indexer_op", None)
+    op = indexer.indexer_op
     if type(op) is not vllm_op.SparseAttnIndexer:
         logger.warning_once(
             "attn-backends: the indexer's op is %s.%s, not vLLM's, and stays so",
