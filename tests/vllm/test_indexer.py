@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import logging
 import math
 import subprocess
@@ -497,7 +498,7 @@ def test_another_plugin_s_op_stays(
         logging.getLogger("vllm.attn_backends").removeHandler(caplog.handler)
     assert isinstance(layer.op, Theirs)
     assert layer.cache.get_attn_backend() is vllm_builders.DeepseekV32IndexerBackend
-    assert "is another plugin's, tests.vllm.test_indexer" in caplog.text
+    assert "the indexer's op is tests.vllm.test_indexer" in caplog.text
 
 
 REFUSED: dict[str, tuple[dict[str, Any], Callable[[Any], None], str]] = {
@@ -598,4 +599,119 @@ def test_the_op_s_module_is_changed_when_it_is_imported() -> None:
     assert int(found.stdout.splitlines()[-1]) < 10
 
 
+@pytest.fixture
+def models(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's registry of models, to be changed for a test."""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    monkeypatch.setattr(ModelRegistry, "models", dict(ModelRegistry.models))
+    return ModelRegistry.models
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0)])
+def test_gpus_without_e4m3_get_the_generic_models(
+    cuda: Callable[..., None], models: dict[str, Any], capability: tuple[int, int]
+) -> None:
+    cuda(*capability)
+    before = dict(models)
+    indexer_late.use_generic_models()
+    changed = {name for name, model in models.items() if model is not before[name]}
+    is_old = capability < (8, 9)
+    fused = {} if compat.BACKENDS_SHAPE_CACHES else indexer_late.GENERIC_MODELS
+    assert changed == (set(fused) if is_old else set())
+    for name, path in fused.items():
+        module, _, cls = path.partition(":")
+        generic = getattr(importlib.import_module(module), cls)
+        if is_old:
+            assert models[name].load_model_cls() is generic
+            continue
+        assert models[name].module_name == indexer_late.FUSED_MODELS
+    kept = dict(models)
+    indexer_late.use_generic_models()
+    assert models == kept
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_a_model_that_the_user_points_elsewhere_stays(
+    cuda: Callable[..., None], models: dict[str, Any], capability: tuple[int, int]
+) -> None:
+    cuda(*capability)
+    theirs = types.SimpleNamespace(module_name="a_users.module")
+    models["DeepseekV32ForCausalLM"] = theirs
+    indexer_late.use_generic_models()
+    assert models["DeepseekV32ForCausalLM"] is theirs
+
+
 WITHOUT = "import vllm.utils.import_utils as utils; utils.has_deep_gemm = lambda: False"
+
+
+def test_vllm_s_whole_indexer_runs_over_ours(
+    layer_of: Callable[..., Layer],
+    one_process: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Projections, norm and rotation are vLLM's; the op gets what they make.
+
+    vLLM's kernels that quantise queries need a GPU, so a restatement stands for them.
+    """
+
+    def quantise(rows: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        fp8, scale = stored(rows)
+        return fp8, scale[:, None]
+
+    monkeypatch.setattr(deepseek_v2, "per_token_group_quant_fp8", quantise)
+    layer = layer_of(topk=8)
+    del layer.config.compilation_config.static_forward_context[CACHE_NAME]
+    hidden, rank, rope = 64, 32, 64
+    hf = types.SimpleNamespace(
+        index_topk=8, index_n_heads=HEADS, index_head_dim=WIDTH, qk_rope_head_dim=rope
+    )
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with set_current_vllm_config(layer.config):
+            one_process()
+            prefix = CACHE_NAME.removesuffix(".k_cache")
+            indexer = deepseek_v2.Indexer(
+                *(layer.config, hf, hidden, rank, None, layer.config.cache_config, layer.buffer),
+                prefix,
+            )
+            rotary = deepseek_v2.get_rope(
+                rope, max_position=LONGEST, is_neox_style=True,
+                rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            )  # fmt: skip
+            ours.adopt(indexer)
+    finally:
+        torch.set_default_dtype(default)
+    for parameter in indexer.parameters():
+        parameter.data.normal_(generator=layer.random)
+    indexer.use_fused_indexer_q = False
+    indexer.k_cache.kv_cache = layer.cache.kv_cache
+    calls: list[tuple[Tensor, ...]] = []
+    op = indexer.indexer_op.forward
+    monkeypatch.setattr(
+        indexer.indexer_op, "forward", lambda *given: (calls.append(given), op(*given))[1]
+    )
+    parts: list[Part] = [(0, 0, 20), (1, 0, 4)]
+    later: list[Part] = [(0, 20, 1), (1, 4, 1)]
+    for step in (parts, later):
+        tokens = sum(new for _, _, new in step)
+        states = layer.normal(tokens, hidden).bfloat16()
+        positions = torch.cat([torch.arange(done, done + new) for _, done, new in step])
+        record = layer.builder.build(0, layer.batch(step))
+        layer.buffer.fill_(1 << 30)
+        with (
+            set_current_vllm_config(layer.config),
+            set_forward_context({CACHE_NAME: record}, layer.config),
+            torch.no_grad(),
+        ):
+            found = indexer(states, layer.normal(tokens, rank).bfloat16(), positions, rotary)
+        assert found.data_ptr() == layer.buffer.data_ptr()
+        _, query, key, weights = calls[-1]
+        assert query.dtype == E4M3
+        assert weights.dtype == torch.float32
+        at = 0
+        for req, done, new in step:
+            layer.keys[req, done : done + new] = key[at : at + new]
+            at += new
+        layer.check(step, (states, query, key, weights), 0)

@@ -36,6 +36,7 @@ from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerBackend
 
 from attn.impls.sparse.indexer import IndexInputs, SparseIndexer
 from attn.integrations.vllm import compat, translate
+from attn.integrations.vllm.indexer_late import FIRST_WITH_E4M3
 from builders.sparse.indexer import IndexerMetadataBuilder, scratch_of
 from specs.kv_cache import IndexerSpec
 from specs.rows import INDEXER_PAGE, SCALE_BYTES
@@ -71,7 +72,7 @@ class Adopted:
 def adopt(indexer: Any) -> None:
     """Serve an indexer of vLLM's by our kernels; a layer's sparse impl calls this when it is made.
 
-    An indexer whose op another plugin replaced is left to that plugin; the log says so.
+    An indexer whose op is another class, such as another plugin's, stays as it is; the log says so.
 
     Args:
         indexer: vLLM's module, with ``k_cache`` and ``indexer_op``.
@@ -80,13 +81,14 @@ def adopt(indexer: Any) -> None:
         ValueError: the configuration asks for what our kernels do not serve; the message has every
             reason.
     """
-    op, cache = indexer.indexer_op, indexer.k_cache
+    op = indexer.indexer_op
     if type(op) is not vllm_op.SparseAttnIndexer:
         logger.warning_once(
-            "attn-backends: the indexer's op is another plugin's, %s.%s, and stays so",
+            "attn-backends: the indexer's op is %s.%s, not vLLM's, and stays so",
             *(type(op).__module__, type(op).__qualname__),
         )
         return
+    cache = indexer.k_cache
     config = get_current_vllm_config()
     problems = [*reasons(config), *_op_reasons(op)]
     if problems:
@@ -97,7 +99,8 @@ def adopt(indexer: Any) -> None:
     setattr(cache, _ADOPTED, Adopted(indexer.n_head, op.topk_tokens, config))
     cache.get_attn_backend = lambda: IndexerBackend
     capability = current_platform.get_device_capability()
-    if capability is not None and tuple(capability) < (8, 9) and current_platform.is_cuda():
+    is_cuda = current_platform.is_cuda()
+    if is_cuda and capability is not None and tuple(capability) < FIRST_WITH_E4M3:
         # vLLM's fused kernel converts to e4m3 in hardware, which these GPUs lack.
         indexer.use_fused_indexer_q = False
     serve_op(current_platform.dispatch_key)

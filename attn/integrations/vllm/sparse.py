@@ -122,6 +122,11 @@ class SparseImpl(LatentImpl):
         if num_heads > MOST_HEADS:
             raise ValueError(f"num_heads must be 1 to {MOST_HEADS} per rank, got {num_heads}")
         lists = _SharedLists(topk_indices_buffer) if indexer is None else indexer
+        if hasattr(indexer, "indexer_op"):
+            # The op's module is large, and only layers with an indexer of vLLM's need it.
+            from attn.integrations.vllm.indexer import adopt
+
+            adopt(indexer)
         ours: Any = super()
         ours.__init__(num_heads, *args, indexer=lists, **extras)
         if hasattr(indexer, "indexer_op"):
