@@ -118,9 +118,9 @@ def test_all_engines_of_a_model_fit_one_gpu(model):
     # A process has a context and workspaces besides: 4 GiB.
     each = 2 * weights / 2**30 + model.kv_cache_gib + 4
     assert len(model.contenders) * each < 78
-    for load in model.loads:
-        tokens = load.num_prompts * (load.prompt_len + load.output_len)
-        assert tokens * row_bytes * layers < model.kv_cache_gib * 2**30
+    # Cached prompts stay cached while the other loads of a round run.
+    tokens = sum(load.num_prompts * (load.prompt_len + load.output_len) for load in model.loads)
+    assert tokens * row_bytes * layers < model.kv_cache_gib * 2**30
 
 
 def test_the_issue_of_sparse_layers_is_attention_and_the_whole():

@@ -212,7 +212,8 @@ _HOW = (
 )
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in markdown."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -242,7 +243,7 @@ def render(comparisons: Comparisons) -> str:
             for its, goal, ratio, verdict in judged
             if its is model
         ]
-        parts.append(_table(["goal", "measured", "verdict"], rows))
+        parts.append(markdown_table(["goal", "measured", "verdict"], rows))
     return "\n\n".join(parts) + "\n"
 
 
@@ -262,7 +263,11 @@ def _model_section(model: EngineModel, comparison: Comparison) -> list[str]:
         ]
         for row in comparison.rows
     ]
-    parts = [where, _table(header, rows), _table(["backend", "start-up s", "started"], starts)]
+    parts = [
+        where,
+        markdown_table(header, rows),
+        markdown_table(["backend", "start-up s", "started"], starts),
+    ]
     failed = [_failure(row) for row in comparison.rows if row.error]
     return [*parts, *(["Not run:", "\n".join(failed)] if failed else [])]
 
@@ -316,5 +321,5 @@ def render_kernels(comparisons: Comparisons) -> str:
                     ]
                     for item in profile.kernels[:40]
                 ]
-                parts.append(_table(["part", "ms", "launches", "kernel"], rows))
+                parts.append(markdown_table(["part", "ms", "launches", "kernel"], rows))
     return "\n\n".join(parts) + "\n"

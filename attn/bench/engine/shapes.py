@@ -122,7 +122,7 @@ FLASHMLA, TRITON_MLA = Contender(backend="FLASHMLA"), Contender(backend="TRITON_
 FLASH_SPARSE = Contender(backend="FLASH_ATTN_MLA_SPARSE")
 FLASHMLA_SPARSE = Contender(backend="FLASHMLA_SPARSE", cache="fp8_ds_mla")
 
-_LLAMA: Final = {**MODEL, "num_hidden_layers": 8, "max_position_embeddings": MAX_MODEL_LEN}
+_LLAMA: Final = {**MODEL, "num_hidden_layers": 6, "max_position_embeddings": MAX_MODEL_LEN}
 _GPT_OSS: Final[dict[str, Any]] = {
     "architectures": ["GptOssForCausalLM"],
     "model_type": "gpt_oss",
@@ -261,7 +261,7 @@ MODELS: Final = {
         _latent(128, 18432),
         _sparse(16),
         _sparse(8),
-        _dense("llama", "Llama-3.1-8B's shape, 8 layers", _LLAMA),
+        _dense("llama", "Llama-3.1-8B's shape, 6 layers", _LLAMA),
         _dense("gpt-oss", "gpt-oss-like, 12 layers, dense MLPs", _GPT_OSS),
     )
 }
