@@ -30,9 +30,10 @@ pytestmark = pytest.mark.gpu
 
 MEMBERS = "attn.integrations.vllm.members"
 SPARSE_CASES = [name for name, case in CASES.items() if case.is_sparse]
-LISTS_RATIO = 2.0
+LISTS_RATIO, LISTS_RATIO_FP8 = 2.0, 4.0
 """Most of float32's keys that lists may miss where vLLM's own indexer did not run, as a multiple of
-what rounding queries and keys to fp8 makes float32 miss."""
+what rounding queries and keys to fp8 makes float32 miss. Attention over rows of fp8 moves the
+hidden states that later layers score: a plain run in torch misses 1.7 times as many."""
 
 LATENT_KERNELS = {"mla_decode_kernel", "hopper_mla_kernel", "hopper_mla_narrow_kernel"}
 SPARSE_KERNELS = {
@@ -101,7 +102,8 @@ def test_lists_hold_the_best_keys(engines: Engines, name: str) -> None:
         mean = MAX_RATIO * other.lists.missed_mean + lists.rounding_mean
         largest = MAX_RATIO * other.lists.missed_max + lists.rounding_max
     else:
-        mean, largest = LISTS_RATIO * lists.rounding_mean, LISTS_RATIO * lists.rounding_max
+        ratio = LISTS_RATIO_FP8 if CASES[name].cache == "fp8" else LISTS_RATIO
+        mean, largest = ratio * lists.rounding_mean, ratio * lists.rounding_max
     assert lists.missed_mean <= mean
     assert lists.missed_max <= largest
 
