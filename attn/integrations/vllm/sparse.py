@@ -129,11 +129,6 @@ class SparseImpl(LatentImpl):
             adopt(indexer)
         ours: Any = super()
         ours.__init__(num_heads, *args, indexer=lists, **extras)
-        if hasattr(indexer, "indexer_op"):
-            # Imported here: the module of vLLM's op is large, and only models with indexers need it.
-            from attn.integrations.vllm.indexer import adopt
-
-            adopt(indexer)
 
     @property
     def topk_indices_buffer(self) -> torch.Tensor:
