@@ -134,6 +134,10 @@ class SparseKernels(Spec):
     """Form of the library's own kernel, where it takes the requests with many new tokens."""
     own_decode: DecodeKernel = DecodeKernel.AUTO
     """Form of the library's own kernel, where it takes the rows with few new tokens."""
+    dense_short_prompts: bool = False
+    """Prefills attend every key that they see, over keys expanded for every head, in a step in
+    which none of their requests has more tokens than ``index_topk``. Their lists are not read. A
+    batch-invariant engine ignores this."""
 
 
 class Kernels(Spec):
@@ -177,7 +181,9 @@ class EngineConfig(Spec):
     max_num_batched_tokens: TokenCount = 8192
     """Most tokens in a step."""
     num_heads: PositiveInt | None = None
-    """Query heads per rank; None when the builder does not need them."""
+    """Query heads that a rank attends with; None when the builder does not need them.
+
+    Under decode context parallelism these are the heads of all ranks that share keys."""
     cudagraph_capture_sizes: tuple[PositiveInt, ...] = ()
     """Batch sizes, in tokens, that are captured; empty means eager."""
     parallel: ParallelConfig = ParallelConfig()

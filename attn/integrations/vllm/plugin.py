@@ -48,6 +48,9 @@ def register() -> None:
     settings.check()
     settings.pass_on()
     _put(*_wanted())
+    from attn.integrations.vllm.indexer_late import install_when_imported
+
+    install_when_imported()
 
 
 def is_served(version: str) -> bool:
