@@ -154,6 +154,9 @@ class SparseImpl(LatentImpl):
 class SparseBuilder(LatentBuilder):
     """A builder made from vLLM's objects. It takes vLLM's batches, which have the same fields."""
 
+    depends_on_chunks: ClassVar[bool] = False
+    """With batch invariance every token attends its own list, however its prompt is cut."""
+
     @classmethod
     def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int | None:
         """Most tokens of a request in a captured batch whose requests differ in tokens.
