@@ -25,6 +25,8 @@ from vllm.model_executor.layers import sparse_attn_indexer as vllm_op
 from vllm.model_executor.models import deepseek_v2
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.mla import indexer as vllm_builders
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.selector import _cached_get_attn_backend, get_attn_backend
 
 from attn.impls.sparse import indexer as impls
 from attn.integrations.vllm import compat, indexer_late, members
@@ -715,3 +717,70 @@ def test_vllm_s_whole_indexer_runs_over_ours(
             layer.keys[req, done : done + new] = key[at : at + new]
             at += new
         layer.check(step, (states, query, key, weights), 0)
+
+
+@pytest.mark.parametrize("name", [name for name in REFUSED if name != "pages"])
+def test_the_selection_gives_the_same_reasons(
+    plugin: Any, cuda: Callable[..., None], make_config: Callable[..., Any], name: str
+) -> None:
+    cuda()
+    _, change, message = REFUSED[name]
+    path = members.path_of(members.CUSTOM, "SPARSE_MLA")
+    register_backend(AttentionBackendEnum.CUSTOM, path)
+    try:
+        config = make_config(block_size=PAGE)
+        with set_current_vllm_config(config):
+            assert get_attn_backend(*ASKED, use_mla=True, use_sparse=True).get_name() == "CUSTOM"
+        change(config)
+        _cached_get_attn_backend.cache_clear()
+        with (
+            set_current_vllm_config(config),
+            pytest.raises(ValueError, match=f"CUSTOM is not valid.*{message}"),
+        ):
+            get_attn_backend(*ASKED, use_mla=True, use_sparse=True)
+    finally:
+        AttentionBackendEnum.CUSTOM.clear_override()
+        _cached_get_attn_backend.cache_clear()
+
+
+ASKED = (576, torch.bfloat16, "auto")
+
+
+UNCHANGED = """
+import sys
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from attn.integrations.vllm.plugin import register
+register()
+import vllm.model_executor.layers.sparse_attn_indexer as op
+from vllm.model_executor.models import deepseek_v2
+from vllm.v1.attention.backends.mla import indexer
+assert not [name for name in sys.modules if name.endswith("integrations.vllm.indexer")]
+assert op.SparseAttnIndexer.__init__.__code__.co_filename == op.__file__
+assert deepseek_v2.SparseAttnIndexer is op.SparseAttnIndexer
+cache = deepseek_v2.DeepseekV32IndexerCache.__new__(deepseek_v2.DeepseekV32IndexerCache)
+assert cache.get_attn_backend() is indexer.DeepseekV32IndexerBackend
+builder = indexer.DeepseekV32IndexerBackend.get_builder_cls()
+assert builder is indexer.DeepseekV32IndexerMetadataBuilder
+assert not deepseek_v2.SparseAttnIndexer.__name__ in __import__(
+    "vllm.model_executor.custom_op", fromlist=["x"]
+).op_registry_oot
+"""
+
+
+@pytest.mark.parametrize("has_deep_gemm", [True, False])
+def test_registering_changes_nothing_of_vllm_s(has_deep_gemm: bool) -> None:
+    """Where DeepGEMM is missing, only the op's constructor is wrapped."""
+    given = (
+        f"import vllm.utils.import_utils as utils; utils.has_deep_gemm = lambda: {has_deep_gemm}"
+    )
+    lines = UNCHANGED.splitlines()
+    if not has_deep_gemm:
+        lines = [line for line in lines if "__init__" not in line]
+    found = subprocess.run(
+        [sys.executable, "-c", "\n".join([given, *lines])],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
