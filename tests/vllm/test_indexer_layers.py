@@ -67,11 +67,13 @@ class Layer:
         *,
         adopted: bool = True,
         is_built: bool = True,
+        heads: int = HEADS,
         module: Any = types.SimpleNamespace,
     ) -> None:
         """Without ``is_built`` there is no metadata builder, and without ``adopted`` no kernel of
         ours; ``module`` is the class of the indexer.
         """
+        self.heads = heads
         self.config, self.random = config, torch.Generator().manual_seed(0)
         self.topk = config.model_config.hf_text_config.index_topk
         self.buffer = torch.full((512, self.topk), 1 << 30, dtype=torch.int32)
@@ -83,7 +85,7 @@ class Layer:
                 self.cache, WIDTH, "ue8m0", self.topk, WIDTH, LONGEST, 40 * LONGEST, self.buffer
             )
             self.module = module(
-                k_cache=self.cache, indexer_op=self.op, n_head=HEADS, use_fused_indexer_q=True
+                k_cache=self.cache, indexer_op=self.op, n_head=heads, use_fused_indexer_q=True
             )
             if adopted:
                 ours.adopt(self.module)
@@ -146,11 +148,15 @@ class Layer:
         assert found.data_ptr() == self.buffer.data_ptr()
         self.check(parts, given, padding)
 
+    def batch_of_too_many(self) -> Any:
+        """Build a step of more tokens than the engine allows."""
+        return self.builder.build(0, self.batch([(0, 0, 200), (1, 0, 200)]))
+
     def inputs(self, parts: Sequence[Part], padding: int) -> tuple[Tensor, ...]:
         tokens = sum(new for _, _, new in parts) + padding
         rows = tokens + 2
-        query = self.normal(rows, HEADS, WIDTH).bfloat16()
-        fp8, weights = quantised(query, self.normal(rows, HEADS))
+        query = self.normal(rows, self.heads, WIDTH).bfloat16()
+        fp8, weights = quantised(query, self.normal(rows, self.heads))
         own = [self.keys[req, done : done + new] for req, done, new in parts]
         key = torch.cat([*own, torch.full((padding + 2, WIDTH), math.nan)]).to(self.keys.dtype)
         return torch.empty(rows, 8), fp8, key, weights
@@ -263,6 +269,17 @@ def test_lists_longer_than_a_request_end_in_minus_one(
     layer = layer_of(topk=topk)
     layer.step([(1, 0, 3)])
     layer.step([(1, 3, 1)], padding=1)
+
+
+@pytest.mark.parametrize("heads", [32, 64])
+def test_a_step_may_have_as_many_tokens_as_the_engine_allows(
+    layer_of: Callable[..., Layer], heads: int
+) -> None:
+    layer = layer_of(max_num_batched_tokens=LONGEST, max_num_seqs=2, layer={"heads": heads})
+    layer.step([(0, 0, 150), (1, 0, LONGEST - 150)])
+    layer.step([(0, 150, 1), (1, LONGEST - 150, 1)])
+    with pytest.raises(ValueError, match="max_num_batched_tokens"):
+        layer.batch_of_too_many()
 
 
 def test_rows_of_a_verify_see_one_key_more_each(layer_of: Callable[..., Layer]) -> None:
