@@ -231,8 +231,9 @@ class IndexerBuilder(IndexerMetadataBuilder, VllmBuilder):  # type: ignore[misc]
             ValueError: blocks of another size than the indexer's pages, or whatever our builder
                 refuses.
         """
-        layers = translate.layers_of(vllm_config, layer_names)
-        adopted = [getattr(layer, _ADOPTED) for layer in layers]
+        # Cache layers have no impl, so they are not among the layers that ``translate`` knows.
+        context = vllm_config.compilation_config.static_forward_context
+        adopted = [getattr(context[name], _ADOPTED) for name in layer_names if name in context]
         _reserved.pop(device, None)
         spec = IndexerSpec(
             block_size=kv_cache_spec.block_size,
