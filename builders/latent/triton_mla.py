@@ -171,8 +171,9 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
         """
         batch = common_attn_metadata
         self.check_batch(common_prefix_len, batch, fast_build)
-        ignored = ("dcp_local_seq_lens", "mm_req_doc_ranges", "rswa_prefix_lens")
-        refuse_fields(batch, "TRITON_MLA", *ignored)
+        refuse_fields(batch, "TRITON_MLA", "mm_req_doc_ranges", "rswa_prefix_lens")
+        if self._ranks is None:
+            refuse_fields(batch, "TRITON_MLA", "dcp_local_seq_lens")
         if isinstance(batch.causal, torch.Tensor) or not batch.causal:
             raise NotImplementedError(f"TRITON_MLA supports causal=True, got {batch.causal}")
         found = split_decodes_and_prefills(batch, self.reorder_batch_threshold or 1)

@@ -124,7 +124,8 @@ class Rank:
         table = self.table[: len(seq_lens)]
         every = table.repeat(1, self.stripe.size)
         batch = CommonAttentionMetadata.from_lengths(query_lens, seq_lens, every, BLOCK)
-        return batch.replace(block_table_tensor=table)
+        # An engine gives the rank's lengths too; they are computed from those of all ranks.
+        return batch.replace(block_table_tensor=table, dcp_local_seq_lens=batch.seq_lens)
 
 
 class Step:

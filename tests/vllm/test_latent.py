@@ -224,14 +224,3 @@ def test_dense_and_latent_layers_of_one_model_are_both_ours(
     for backend, layer in layers.items():
         assert layer.get_attn_backend().get_name() == backend
         assert type(layer.impl).__module__ == "attn.integrations.vllm.members"
-
-
-def test_decode_context_parallelism_of_latent_layers_is_refused(
-    cuda: Callable[..., None], runner_of: Callable[..., LatentRunner]
-) -> None:
-    cuda()
-    runner = runner_of()
-    runner.config.parallel_config.decode_context_parallel_size = 2
-    builder = type(runner.builder)
-    with pytest.raises(ValueError, match="decode_context_parallel_size must be 1 for MLA layers"):
-        builder(runner.spec, [NAME], runner.config, torch.device("cpu"))

@@ -139,3 +139,22 @@ def features_of(vllm_config: Any, spec: Any) -> Features:
         shared_prefix=not getattr(model, "disable_cascade_attn", True),
         output_quant=bool(getattr(passes, "fuse_attn_quant", False)),
     )
+
+
+def gather_ranks(rows: torch.Tensor) -> torch.Tensor:
+    """The tensors of all DCP ranks, one behind another in their first dimension."""
+    gathered: torch.Tensor = dcp_group().all_gather(rows.contiguous(), dim=0)
+    return gathered
+
+
+def hides_dcp() -> bool:
+    """True where the engine that is being made has DCP, but does not say so when it selects.
+
+    That is vLLM 0.26; vLLM 0.33 asks a backend for it by ``use_dcp``.
+    """
+    from vllm.config import get_current_vllm_config_or_none
+
+    vllm_config = get_current_vllm_config_or_none()
+    if not BACKENDS_SHAPE_CACHES or vllm_config is None:
+        return False
+    return bool(vllm_config.parallel_config.decode_context_parallel_size > 1)
