@@ -52,6 +52,15 @@ class LatentBackend(CommonBackend):
         return reasons
 
     @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """True where a row has the same bits in any batch, given how its prompt is cut into chunks.
+
+        vLLM's own latent backends declare batch invariance in the same sense. Prefix caching and
+        chunked prefill change the chunks of a prompt, and with them its bits.
+        """
+        return bool(cls.capabilities.row_bits)  # type: ignore[attr-defined]
+
+    @classmethod
     def get_kv_cache_stride_order(
         cls, include_num_layers_dimension: bool = False
     ) -> tuple[int, ...]:
