@@ -134,6 +134,10 @@ class SparseKernels(Spec):
     """Form of the library's own kernel, where it takes the requests with many new tokens."""
     own_decode: DecodeKernel = DecodeKernel.AUTO
     """Form of the library's own kernel, where it takes the rows with few new tokens."""
+    dense_short_prompts: bool = False
+    """Prefills attend every key that they see, over keys expanded for every head, in a step in
+    which none of their requests has more tokens than ``index_topk``. Their lists are not read. A
+    batch-invariant engine ignores this."""
 
 
 class Kernels(Spec):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -130,6 +130,9 @@ class LatentPrefill:
     tensor, not in pages."""
     context: LatentContext | None
     """The cached context of the prefills; None if no request has any."""
+
+
+_Prefill = TypeVar("_Prefill", bound=LatentPrefill)
 
 
 class ExpandedPrefill:
@@ -275,9 +278,7 @@ class ExpandedPrefill:
         return LatentContext(own.block_table, size, lens, firsts, left, step, stripe)
 
 
-def with_block_table(
-    prefill: LatentPrefill, block_table: torch.Tensor, slots: torch.Tensor
-) -> LatentPrefill:
+def with_block_table(prefill: _Prefill, block_table: torch.Tensor, slots: torch.Tensor) -> _Prefill:
     """The plan of the same prefills over another KV cache group's blocks.
 
     Args:

@@ -321,7 +321,7 @@ def setup_of(spec: AnyKVCacheSpec, config: EngineConfig, device: torch.device) -
             f"kv_cache_dtype must be quantised or the model's {spec.dtype.value}, got "
             f"{spec.cache_dtype.value!r}"
         )
-    reasons += _width_reasons(spec)
+    reasons += width_reasons(spec.kv_lora_rank, spec.qk_rope_head_dim)
     kernels = config.kernels.sparse.prefill, config.kernels.sparse.decode
     others = [one.value for one in kernels if one is not SparseKernel.TRITON_SPARSE]
     widths = spec.kv_lora_rank, spec.qk_rope_head_dim
@@ -352,14 +352,17 @@ def setup_of(spec: AnyKVCacheSpec, config: EngineConfig, device: torch.device) -
     )
 
 
-def _width_reasons(spec: MLAAttentionSpec) -> Iterator[str]:
-    """Why the library's own kernel has no tile for rows of these widths."""
-    parts = {"kv_lora_rank": spec.kv_lora_rank, "qk_rope_head_dim": spec.qk_rope_head_dim}
-    for name, width in parts.items():
-        if width < LEAST_WIDTH or width & (width - 1):
-            yield f"{name} must be a power of two from {LEAST_WIDTH} on, got {width}"
+def width_reasons(kv_lora_rank: int, qk_rope_head_dim: int) -> list[str]:
+    """Why the library's own kernel has no tile for rows of these widths; empty where it has one."""
+    parts = {"kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": qk_rope_head_dim}
+    reasons = [
+        f"{name} must be a power of two from {LEAST_WIDTH} on, got {width}"
+        for name, width in parts.items()
+        if width < LEAST_WIDTH or width & (width - 1)
+    ]
     if sum(parts.values()) > sum(ROW_WIDTHS):
-        yield f"rows must be at most {sum(ROW_WIDTHS)} wide, got {sum(parts.values())}"
+        reasons.append(f"rows must be at most {sum(ROW_WIDTHS)} wide, got {sum(parts.values())}")
+    return reasons
 
 
 def check_setup(setup: SparseSetup, unavailable: Mapping[SparseKernel, str] | None = None) -> None:

@@ -5,11 +5,13 @@ A row is one query token with its list of keys.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 
 from builders.base import AttentionMetadata
+from builders.latent.prefill import LatentContext, LatentPrefill
 from builders.sparse.choice import PhasePlan, SparsePlan
 from builders.sparse.launches import SparseLaunch
 from builders.sparse.rows import RowLengths
@@ -80,26 +82,52 @@ class SparseRows:
 
 
 @dataclass
+class ShortPrefill(LatentPrefill):
+    """Prefills whose requests have no more tokens than a list has entries.
+
+    Their lists would hold every key that a row sees. Dense attention over keys that are expanded
+    for every head costs less and reads no list.
+    """
+
+    max_seq_len: int = field(kw_only=True)
+    """Host bound on the keys of a request."""
+    use_dense_mha: ClassVar[bool] = True
+    """vLLM 0.33 asks for this name. Where it is True, no row of a step without decodes is scored
+    by the indexer."""
+
+    @property
+    def chunked_context(self) -> LatentContext | None:
+        """The cached context of the prefills, by the name that vLLM 0.26 asks for."""
+        return self.context
+
+
+@dataclass
 class SparseMLAMetadata(AttentionMetadata):
     """A step of sparse latent attention: decodes come first, then prefills.
 
-    ``forward_mqa`` computes all rows, so all count as decodes in the numbers that an engine reads.
-    ``decode`` and ``prefill`` say which kernel takes which rows.
+    ``forward_mqa`` computes the rows of ``decode`` and ``prefill_rows``, so these count as decodes
+    in the numbers that an engine reads. ``forward_mha`` computes the prompts of ``prefill``.
     """
 
     num_actual_tokens: int
     """Tokens to compute, padding included."""
     num_decodes: int
-    """All requests."""
+    """Requests of ``decode`` and ``prefill_rows``."""
     num_prefills: int
-    """Always 0."""
+    """Requests of ``prefill``."""
     num_decode_tokens: int
-    """All tokens, padding included where the batch counts it."""
+    """Tokens of ``decode`` and ``prefill_rows``, padding included where the batch counts it."""
     num_prefill_tokens: int
-    """Always 0."""
+    """Tokens of ``prefill``, padding included where the batch counts it."""
+    prefill_max_seq_len: int
+    """Host bound on the keys of a request of ``prefill``; 0 without any."""
+    topk_tokens: int
+    """Entries of a list."""
     plan: SparsePlan
     """The step's plan."""
     decode: SparseRows | None
     """Rows of the decodes; None without any."""
-    prefill: SparseRows | None
-    """Rows of the prefills; None without any."""
+    prefill_rows: SparseRows | None
+    """Rows of prefills that attend their lists; None without any."""
+    prefill: ShortPrefill | None
+    """Plan of prefills that attend every key that they see; None without any."""

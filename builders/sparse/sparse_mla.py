@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from builders.batch import (
 from builders.buffers import GraphBuffers
 from builders.checks.debug import debug_limits
 from builders.device import device_facts, runs_gluon
+from builders.latent.prefill import PAGE, ExpandedPrefill, with_block_table
 from builders.sparse.choice import (
     NAME,
     BatchStats,
@@ -35,7 +37,7 @@ from builders.sparse.choice import (
 )
 from builders.sparse.hopper_tiles import HopperOptions, sparse_kernel_of
 from builders.sparse.launches import SparseLaunch, SparseLaunches
-from builders.sparse.record import RowChunk, SparseMLAMetadata, SparseRows
+from builders.sparse.record import RowChunk, ShortPrefill, SparseMLAMetadata, SparseRows
 from builders.sparse.rows import RowLengths, context_slots, fill_rows
 from builders.sparse.tiles import SparseShape
 from builders.sparse.vendor_calls import CallPlanner
@@ -97,6 +99,13 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
             *(self._plans, self._most_rows, self.device, self.setup.dtype.torch),
             config.softmax_scale,
         )
+        # A row's bits would depend on the lengths of the step's other prefills.
+        is_dense = config.kernels.sparse.dense_short_prompts and not config.batch_invariant
+        self.expanded: ExpandedPrefill | None = None
+        if is_dense:
+            self.expanded = ExpandedPrefill(
+                self.kv_cache_spec, config, device_facts(self.device), self.buffers
+            )
         # Launches of the library's own kernel; None where no phase may come to it.
         self._launches: SparseLaunches | None = None
         own = [plan for plan in self._plans if plan.kernel in OWN_LAUNCHES]
@@ -205,12 +214,31 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
         bounds = self._key_bounds(batch, found.num_decodes)
         stats = BatchStats(found.num_prefill_tokens, sum(bounds))
         plan = resolve(self.setup, forward_mode(batch, found), stats)
+        short = self._short(batch, found.num_decodes, bounds)
+        if short is not None:
+            plan = replace(plan, prefill=None)
         decode = prefill = None
         if plan.decode is not None:
             decode = self._rows(plan.decode, batch, 0, found.num_decodes, [])
         if plan.prefill is not None:
             prefill = self._rows(plan.prefill, batch, found.num_decodes, batch.num_reqs, bounds)
-        return _record(batch, plan, decode, prefill, self.pages)
+        return _record(batch, plan, (decode, prefill, short), self.setup.topk, self.pages)
+
+    def _short(
+        self, batch: CommonAttentionMetadata, decodes: int, bounds: list[int]
+    ) -> ShortPrefill | None:
+        """The plan of prefills that attend every key; None where they attend their lists."""
+        if self.expanded is None or not bounds or max(bounds) > self.setup.topk:
+            return None
+        if self.setup.layout is LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE:
+            # Rows with block scales are not expanded, so no request may have any cached.
+            starts: list[int] = batch.query_start_loc_cpu[decodes : batch.num_reqs + 1].tolist()
+            counts = (until - since for since, until in pairwise(starts))
+            if any(bound > count for bound, count in zip(bounds, counts, strict=True)):
+                return None
+        plan = self.expanded.plan(batch, decodes)
+        sizes = plan.num_tokens, plan.max_query_len
+        return ShortPrefill(*sizes, plan.own, plan.context, max_seq_len=max(bounds))
 
     def warm_up_steps(self) -> Iterator[tuple[CommonAttentionMetadata, SparseMLAMetadata]]:
         """One small step for each kernel that may take rows, and for each way to launch it.
@@ -220,6 +248,8 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
         config, block_size = self.vllm_config, self.kv_cache_spec.block_size
         width = cdiv(config.max_model_len, block_size)
         table = torch.zeros((1, width), dtype=torch.int32, device=self.device)
+        if self.expanded is not None:
+            yield from self._short_steps(table)
         for plan in self._plans:
             is_prefill = plan.phase is SparsePhase.PREFILL
             count = self.threshold + 1 if is_prefill else 1
@@ -236,10 +266,47 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
                 given = replace(rows, launch=launch)
                 if is_prefill:
                     step = SparsePlan(ForwardMode.EXTEND, None, plan)
-                    yield batch, _record(batch, step, None, given, self.pages)
+                    yield (
+                        batch,
+                        _record(batch, step, (None, given, None), self.setup.topk, self.pages),
+                    )
                 else:
                     step = SparsePlan(ForwardMode.DECODE, plan, None)
-                    yield batch, _record(batch, step, given, None, self.pages)
+                    yield (
+                        batch,
+                        _record(batch, step, (given, None, None), self.setup.topk, self.pages),
+                    )
+
+    def _short_steps(
+        self, table: torch.Tensor
+    ) -> Iterator[tuple[CommonAttentionMetadata, SparseMLAMetadata]]:
+        """Short prefills without context, with one chunk of context, and with two.
+
+        They read block 0 of the cache; a chunk has one page.
+        """
+        config, expanded = self.vllm_config, self.expanded
+        assert expanded is not None
+        count, tokens = self.threshold + 1, expanded.workspace_tokens
+        expanded.workspace_tokens = PAGE
+        try:
+            for context in (0, PAGE, 2 * PAGE):
+                most = min(config.max_model_len, self.setup.topk) - context
+                if count > min(config.max_num_batched_tokens, most):
+                    continue
+                batch = CommonAttentionMetadata.from_lengths(
+                    [count], [context + count], table, self.kv_cache_spec.block_size
+                )
+                unwritten = torch.full_like(batch.slot_mapping, -1)
+                batch = batch.replace(slot_mapping=unwritten)
+                short = self._short(batch, 0, [context + count])
+                if short is not None:
+                    plan = SparsePlan(ForwardMode.EXTEND, None, None)
+                    yield (
+                        batch,
+                        _record(batch, plan, (None, None, short), self.setup.topk, self.pages),
+                    )
+        finally:
+            expanded.workspace_tokens = tokens
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
@@ -434,7 +501,7 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
         return context_slots(table, ends, count, rows.block_size, self.vllm_config.max_num_seqs)
 
     def _set_block_table(self, metadata: SparseMLAMetadata, block_table: torch.Tensor) -> None:
-        for name in ("decode", "prefill"):
+        for name in ("decode", "prefill_rows"):
             rows: SparseRows | None = getattr(metadata, name)
             if rows is None:
                 continue
@@ -450,24 +517,37 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
                     if chunk.ends is not None
                 )
             setattr(metadata, name, moved)
+        if metadata.prefill is not None:
+            first = metadata.num_decodes
+            table = block_table[first : first + metadata.num_prefills]
+            metadata.prefill = with_block_table(metadata.prefill, table, metadata.slot_mapping)
 
 
 def _record(
     batch: CommonAttentionMetadata,
     plan: SparsePlan,
-    decode: SparseRows | None,
-    prefill: SparseRows | None,
+    parts: tuple[SparseRows | None, SparseRows | None, ShortPrefill | None],
+    topk: int,
     pages: CachePages,
 ) -> SparseMLAMetadata:
+    """The record of a step; ``parts`` are the record's last three fields."""
+    decode, prefill_rows, prefill = parts
+    short_tokens = short_reqs = 0
+    if prefill is not None:
+        short_tokens = batch.num_actual_tokens - (0 if decode is None else decode.num_rows)
+        short_reqs = prefill.own.num_reqs
     return SparseMLAMetadata(
         slot_mapping=batch.slot_mapping,
         num_actual_tokens=batch.num_actual_tokens,
-        num_decodes=batch.num_reqs,
-        num_prefills=0,
-        num_decode_tokens=batch.num_actual_tokens,
-        num_prefill_tokens=0,
+        num_decodes=batch.num_reqs - short_reqs,
+        num_prefills=short_reqs,
+        num_decode_tokens=batch.num_actual_tokens - short_tokens,
+        num_prefill_tokens=short_tokens,
+        prefill_max_seq_len=0 if prefill is None else prefill.max_seq_len,
+        topk_tokens=topk,
         plan=plan,
         decode=decode,
+        prefill_rows=prefill_rows,
         prefill=prefill,
         **pages,
     )

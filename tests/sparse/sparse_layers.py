@@ -297,7 +297,7 @@ class SparseLayer:
             own = slice(at, at + new)
             assert torch.equal(self.indexer.topk_indices_buffer[own].cpu(), lists)
             is_prefill = record.decode is None or at >= record.decode.num_rows
-            rows = record.prefill if is_prefill else record.decode
+            rows = record.prefill_rows if is_prefill else record.decode
             assert rows is not None
             real = self._real(req, done + new, rows.plan.reads)
             one = query[own].cpu().double()

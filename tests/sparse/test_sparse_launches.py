@@ -101,9 +101,9 @@ def test_rows_in_turn_are_the_same_rows(
         outputs.append(layer.run(step))
         layer.check(step, outputs[-1])
         record, _ = layer.records(step)
-        assert record.prefill is not None
-        assert record.prefill.launch is not None
-        taken.append(record.prefill.launch.rows)
+        assert record.prefill_rows is not None
+        assert record.prefill_rows.launch is not None
+        taken.append(record.prefill_rows.launch.rows)
     assert taken == [10, 1]
     assert torch.equal(*outputs)
 

@@ -258,7 +258,7 @@ def walk(step: Step, name: str, impl: SparseMLAImpl, scales: LayerScales) -> Non
         assert lse is not None
         converted = {
             is_prefill: layout is BF16 and rows is not None and rows.plan.reads is SCALED
-            for is_prefill, rows in ((False, record.decode), (True, record.prefill))
+            for is_prefill, rows in ((False, record.decode), (True, record.prefill_rows))
         }
         key = converted[False], converted[True]
         if key not in states:
@@ -418,8 +418,10 @@ def test_what_the_impl_cannot_do_is_refused(device: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(impl_module, "ATTENDERS", {})
     with pytest.raises(NotImplementedError, match="is not called by SPARSE_MLA yet"):
         impl.forward_mqa(step.query, step.cache, record.build(0, step.batch), scales)
-    with pytest.raises(NotImplementedError, match="run in forward_mqa"):
-        impl.forward_mha(*[None] * 7)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="attend lists, in forward_mqa"):
+        impl.forward_mha(
+            *[step.query] * 4, record.build(0, step.batch), scales._k_scale, step.query
+        )
     with pytest.raises(ValueError, match="indexer must have a topk_indices_buffer"):
         impl_of(BF16, None)  # type: ignore[arg-type]
     raw = impl_of(RAW, step.lists)

@@ -172,7 +172,7 @@ def read_slots(rows: SparseRows, lists: torch.Tensor) -> list[list[int]]:
 def check_reads(record: SparseMLAMetadata, batch: CommonAttentionMetadata) -> None:
     lists = lists_of(batch)
     found = []
-    for rows in (record.decode, record.prefill):
+    for rows in (record.decode, record.prefill_rows):
         if rows is not None:
             found += read_slots(rows, lists)
     assert found == wanted_slots(batch, lists)
@@ -214,7 +214,7 @@ def test_every_row_reads_what_its_list_says(
     assert (record.num_decodes, record.num_prefills) == (batch.num_reqs, 0)
     assert record.num_decode_tokens == record.num_actual_tokens == batch.num_actual_tokens
     assert record.num_prefill_tokens == 0
-    for rows in (record.decode, record.prefill):
+    for rows in (record.decode, record.prefill_rows):
         if rows is not None:
             lens = rows.lengths
             assert torch.equal(lens.topk_lens, lens.visible_lens.clamp(max=TOPK))
@@ -230,9 +230,9 @@ def test_converted_rows_are_held_a_few_at_a_time(name: str, bounds: bool) -> Non
     builder = builder_of(RAW, K.FLASHMLA_SPARSE, mla_workspace_bytes=512 * 1152)
     record = builder.build(0, batch)
     check_reads(record, batch)
-    assert record.prefill is not None
-    assert record.prefill.converted is not None
-    assert len(record.prefill.converted) == 512
+    assert record.prefill_rows is not None
+    assert record.prefill_rows.converted is not None
+    assert len(record.prefill_rows.converted) == 512
     with pytest.raises(ValueError, match=r"must be at least 589824 for .*got 589823"):
         builder_of(RAW, K.FLASHMLA_SPARSE, mla_workspace_bytes=512 * 1152 - 1)
 
@@ -241,11 +241,14 @@ def test_contexts_that_do_not_fit_together_are_converted_in_turn() -> None:
     builder = builder_of(RAW, K.FLASHMLA_SPARSE, mla_workspace_bytes=512 * 1152)
     batch = batch_of([60, 70, 30, 5], [400, 100, 300, 5])
     record = builder.build(0, batch)
-    assert record.prefill is not None
-    assert record.prefill.plan.index_kind is IndexKind.RAGGED
-    assert [(one.first_row, one.num_rows) for one in record.prefill.chunks] == [(0, 130), (130, 35)]
-    assert record.prefill.offsets is not None
-    assert record.prefill.offsets.tolist() == [0, 400, 0, 300]
+    assert record.prefill_rows is not None
+    assert record.prefill_rows.plan.index_kind is IndexKind.RAGGED
+    assert [(one.first_row, one.num_rows) for one in record.prefill_rows.chunks] == [
+        (0, 130),
+        (130, 35),
+    ]
+    assert record.prefill_rows.offsets is not None
+    assert record.prefill_rows.offsets.tolist() == [0, 400, 0, 300]
     check_reads(record, batch)
 
 
@@ -256,15 +259,15 @@ def test_optimistic_host_bounds_only_leave_rows_empty() -> None:
     loose = loose.replace(max_seq_len=2000)
     record = builder.build(0, loose)
     check_reads(record, batch)
-    assert record.prefill is not None
-    (chunk,) = record.prefill.chunks
+    assert record.prefill_rows is not None
+    (chunk,) = record.prefill_rows.chunks
     assert len(chunk.slots) == 130 + 512
     assert bool((chunk.slots[210:] == -1).all())
 
 
 def test_few_tokens_of_long_contexts_convert_what_they_list() -> None:
     builder, batch = builder_of(RAW, K.FLASHMLA_SPARSE), STEPS["long context"][0]
-    rows = builder.build(0, batch).prefill
+    rows = builder.build(0, batch).prefill_rows
     assert rows is not None
     assert rows.plan.index_kind is IndexKind.GATHERED
     assert sum(len(chunk.slots) for chunk in rows.chunks) == 11 * 128
@@ -287,8 +290,8 @@ def test_a_build_reads_nothing_back(
             builder.update_block_table(record, batch.block_table_tensor, batch.slot_mapping)
         builder.build_for_cudagraph_capture(given[0])
         builder.update_draft_decode_metadata(builder.build_for_drafting(given[0], 1))
-    assert record.prefill is not None
-    assert isinstance(record.prefill.lengths.reqs, OnDevice)
+    assert record.prefill_rows is not None
+    assert isinstance(record.prefill_rows.lengths.reqs, OnDevice)
 
 
 @pytest.mark.parametrize(
@@ -318,8 +321,8 @@ def test_a_captured_step_is_rebuilt_in_place(layout: LatentFormat, decode: Spars
 def test_prompts_are_captured_where_their_rows_are_read_as_they_are() -> None:
     captured = builder_of(RAW).build_for_cudagraph_capture(batch_of([5, 5], [5, 5]))
     assert captured.decode is None
-    assert captured.prefill is not None
-    assert captured.prefill.num_rows == 10
+    assert captured.prefill_rows is not None
+    assert captured.prefill_rows.num_rows == 10
     said = "at most 4 for SPARSE_MLA with flashmla_sparse over fp8_nope_fp8_rope rows, got 5"
     with pytest.raises(ValueError, match=said):
         builder_of(RAW, K.FLASHMLA_SPARSE).build_for_cudagraph_capture(batch_of([5], [5]))
@@ -339,7 +342,7 @@ def test_draft_steps_have_their_modes_and_are_written_anew() -> None:
     assert prompts.plan.mode is MODES.EXTEND
     idle = builder.build(0, batch_of([0], [0]))
     builder.update_draft_decode_metadata(idle)
-    assert (idle.decode, idle.prefill) == (None, None)
+    assert (idle.decode, idle.prefill_rows) == (None, None)
 
 
 @pytest.mark.parametrize(("layout", "prefill", "decode"), PAIRS)
@@ -359,7 +362,7 @@ def test_rooms_of_the_two_phases_do_not_overlap() -> None:
     builder = builder_of(RAW, K.FLASHMLA_SPARSE, K.FLASHMLA_KV)
     record = builder.build(0, STEPS["mixed"][0])
     places: list[int] = []
-    for rows in (record.decode, record.prefill):
+    for rows in (record.decode, record.prefill_rows):
         assert rows is not None
         first = rows.indices.data_ptr()
         places += [first, first + rows.indices.numel() * 4]
@@ -379,10 +382,10 @@ def test_the_sequence_that_failed_elsewhere() -> None:
             record = builder.build(0, batch)
             assert record.plan.mode is mode
             check_reads(record, batch)
-            if record.prefill is not None:
-                assert record.prefill.plan.kernel is K.FLASHMLA_SPARSE
-                assert record.prefill.plan.index_kind is IndexKind.RAGGED
-                assert record.prefill.offsets is not None
+            if record.prefill_rows is not None:
+                assert record.prefill_rows.plan.kernel is K.FLASHMLA_SPARSE
+                assert record.prefill_rows.plan.index_kind is IndexKind.RAGGED
+                assert record.prefill_rows.offsets is not None
             if record.decode is not None:
                 assert record.decode.plan.kernel is K.FLASHMLA_KV
                 assert record.decode.offsets is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -33,6 +33,9 @@ class LatentImpl(MLAAttentionImpl):
     A subclass adds ``forward_mqa``.
     """
 
+    always_expands: ClassVar[bool] = True
+    """Whether every prefill is expanded, so that head sizes must be those that its kernels take."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """The arguments of :class:`MLAAttentionImpl`.
 
@@ -42,7 +45,8 @@ class LatentImpl(MLAAttentionImpl):
         """
         super().__init__(*args, **kwargs)
         latent_format_of(self.cache_dtype)
-        check_head_pair(self.qk_head_dim, self.v_head_dim)
+        if self.always_expands:
+            check_head_pair(self.qk_head_dim, self.v_head_dim)
         self._expanded: DenseLauncher | None = None
         self.all_gather: Callable[[torch.Tensor], torch.Tensor] | None = None
         """Under DCP, puts the tensors of all ranks one behind another in their first dimension, in

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 
-from attn.impls.base import AttentionLayer, MLAAttentionImpl, check_scale
+from attn.impls.base import AttentionLayer, check_scale
+from attn.impls.latent.base import LatentImpl
 from attn.impls.sparse.call import SparseCall
 from attn.impls.sparse.vendor_calls import (
     attend_by_fa3,
@@ -23,11 +24,12 @@ from attn.ops.latent_convert import convert_rows, rope_and_write_latent_rows, wr
 from attn.ops.topk_transform import transform_topk
 from builders.checks.debug import debug_enabled, debug_read, debug_slots
 from builders.checks.tensors import check_count, check_latent_rows, k_scale_of, latent_query
+from builders.latent.prefill import check_head_pair
 from builders.sparse.arguments import TopkLists
 from builders.sparse.record import RowChunk, SparseMLAMetadata, SparseRows
 from specs.cache_write import Rotation
 from specs.dtypes import CacheDType, DType
-from specs.rows import RowFormat, latent_element, latent_format_of
+from specs.rows import RowFormat, latent_format_of
 from specs.sparse_mla import IndexKind, SparseKernel
 
 if TYPE_CHECKING:
@@ -45,21 +47,24 @@ ATTENDERS: Final[dict[SparseKernel, Callable[[SparseCall], None]]] = {
 """The function that calls each kernel; ``builders.sparse.choice.CALLED`` has the same kernels."""
 
 
-class SparseMLAImpl(MLAAttentionImpl):
-    """Computes each row of prefill and decode over the positions that the indexer listed for it."""
+class SparseMLAImpl(LatentImpl):
+    """Computes each row of prefill and decode over the positions that the indexer listed for it.
+
+    Where the builder plans short prompts densely, the base class computes them.
+    """
 
     is_sparse: ClassVar[bool] = True
     can_return_lse_for_decode = True
+    always_expands: ClassVar[bool] = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Take the arguments of :class:`MLAAttentionImpl`; ``indexer`` is needed.
+        """Take the arguments of ``MLAAttentionImpl``; ``indexer`` is needed.
 
         Raises:
             ValueError: no indexer, or one without ``topk_indices_buffer [max_tokens, K]``.
             NotImplementedError: a KV cache dtype without latent rows.
         """
         super().__init__(*args, **kwargs)
-        latent_format_of(self.cache_dtype)
         if getattr(self.indexer, "topk_indices_buffer", None) is None:
             raise ValueError("indexer must have a topk_indices_buffer [max_tokens, K], got none")
 
@@ -123,17 +128,16 @@ class SparseMLAImpl(MLAAttentionImpl):
         attn_metadata: SparseMLAMetadata,
         layer: AttentionLayer,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute all rows of the step, decodes first; see the base class."""
+        """Compute all rows of the step that attend lists, decodes first; see the base class."""
         query, rotary = latent_query(self, q)
         check_scale(k_scale_of(layer), self.cache_dtype)
-        check_count("q", query, attn_metadata.num_actual_tokens)
-        stored = latent_element(self.cache_dtype, DType.parse(query.dtype))
-        attn_metadata.check_cache(kv_c_and_k_pe_cache.shape[1], stored.torch)
+        check_count("q", query, attn_metadata.num_decode_tokens)
+        self._check_cache(attn_metadata, kv_c_and_k_pe_cache, query.dtype)
         debug_slots(attn_metadata.slot_mapping, attn_metadata.num_actual_tokens)
         out = query.new_empty((*query.shape[:2], self.kv_lora_rank))
         lse = query.new_empty(query.shape[:2], dtype=torch.float32)
         covered = 0
-        for rows in (attn_metadata.decode, attn_metadata.prefill):
+        for rows in (attn_metadata.decode, attn_metadata.prefill_rows):
             if rows is not None:
                 if debug_enabled():
                     num_blocks, block_size = kv_c_and_k_pe_cache.shape[:2]
@@ -157,8 +161,19 @@ class SparseMLAImpl(MLAAttentionImpl):
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
     ) -> None:
-        """Raise: this triple's builder sends every row to :meth:`forward_mqa`."""
-        raise NotImplementedError("sparse rows, prefill included, run in forward_mqa")
+        """Compute the rows of short prompts over expanded keys and values; see the base class.
+
+        Raises:
+            ValueError: the step has no short prompts, or no kernel takes the layer's head sizes.
+        """
+        prefill = attn_metadata.prefill
+        if prefill is None:
+            raise ValueError("all rows of this step attend lists, in forward_mqa")
+        check_head_pair(self.qk_head_dim, self.v_head_dim)
+        self._check_cache(attn_metadata, kv_c_and_k_pe_cache, q.dtype)
+        debug_slots(attn_metadata.slot_mapping, attn_metadata.num_actual_tokens)
+        cache = kv_c_and_k_pe_cache
+        self.attend_prefill(q, kv_c_normed, k_pe, cache, prefill, k_scale, output, output_scale)
 
     def warm_up(
         self,
@@ -166,6 +181,8 @@ class SparseMLAImpl(MLAAttentionImpl):
         kv_cache: torch.Tensor,
         builder: SparseMLAMetadataBuilder,
         query_dtype: torch.dtype,
+        *,
+        output_scale: torch.Tensor | None = None,
     ) -> None:
         """Compile every kernel variant that serving this layer will need, by running small steps.
 
@@ -174,15 +191,17 @@ class SparseMLAImpl(MLAAttentionImpl):
         query, and how rows are cut for the device. The small steps cover every way of cutting.
         Apart from that, a variant does not depend on lengths or batch sizes.
 
-        The cache is neither read nor written. The builder's buffers and the front of the indexer's
-        lists are overwritten. The indexer's own kernels are not run.
+        The cache is not written, and read by short prompts alone (block 0). The builder's buffers
+        and the front of the indexer's lists are overwritten. The indexer's own kernels are not run.
 
         Args:
             layer: scales of the layer.
             kv_cache: the layer's cache, in the layout to be served.
             builder: this triple's builder, for the layer's group.
-            query_dtype: dtype of queries and latents.
+            query_dtype: dtype of queries and latents, and of an output that is not fp8.
+            output_scale: the scale that :meth:`forward_mha` will be given; its output is then fp8.
         """
+        output_dtype = query_dtype if output_scale is None else torch.float8_e4m3fn
 
         def run_steps() -> None:
             for batch, record in builder.warm_up_steps():
@@ -194,11 +213,18 @@ class SparseMLAImpl(MLAAttentionImpl):
                     *(latent, rope, kv_cache, batch.slot_mapping),
                     *(self.kv_cache_dtype, layer._k_scale),
                 )
+                query = blank(count, self.num_heads, self.qk_head_dim)
+                if record.prefill is not None:
+                    output = blank(count, self.num_heads * self.v_head_dim).to(output_dtype)
+                    self.forward_mha(
+                        *(query, latent, rope, kv_cache, record),
+                        *(layer._k_scale, output, output_scale),
+                    )
+                    continue
                 self.indexer.topk_indices_buffer[:count] = -1
                 # An engine absorbs queries head by head, and slices the rotary part: these are its
                 # strides.
                 absorbed = blank(self.num_heads, count, self.kv_lora_rank).transpose(0, 1)
-                query = blank(count, self.num_heads, self.qk_nope_head_dim + self.qk_rope_head_dim)
                 rotary = query[..., self.qk_nope_head_dim :]
                 self.forward_mqa((absorbed, rotary), kv_cache, record, layer)
                 self.forward_mqa(torch.cat([absorbed, rotary], -1), kv_cache, record, layer)

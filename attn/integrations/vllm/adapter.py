@@ -25,9 +25,11 @@ from vllm.v1.kv_cache_interface import get_kv_quant_mode
 
 from attn.backends.base import AttentionBackend
 from attn.impls.base import AttentionImpl
+from attn.impls.sparse.sparse_mla import SparseMLAImpl
 from attn.integrations.vllm import compat, translate
 from attn.integrations.vllm.common import CommonBackend, served_line
 from attn.integrations.vllm.latent import LatentBackend, LatentBuilder, LatentImpl
+from attn.integrations.vllm.sparse import SparseBackend, SparseBuilder, SparseImpl
 from builders.checks.step_limits import StepLimits
 from specs.attention import AttentionCGSupport, AttentionSelectorConfig, AttentionType
 from specs.dtypes import CacheDType
@@ -343,15 +345,19 @@ def adapted(backend: type[AttentionBackend], member: str, module: str, name: str
         name: name of that attribute.
 
     Raises:
-        ValueError: a backend of sparse layers; there is no adapter for it yet.
+        ValueError: a reference backend of sparse layers; its steps are not what vLLM reads.
     """
     impl, builder = backend.get_impl_cls(), backend.get_builder_cls()
-    if backend.is_sparse():
-        raise ValueError(f"{backend.get_name()} serves sparse layers, {member} cannot stand for it")
     parts: tuple[type, type, type] = (DenseBackend, DenseImpl, DenseBuilder)
-    base: type = VllmImpl
-    if backend.is_mla():
-        parts, base = (LatentBackend, LatentImpl, LatentBuilder), VllmMLAImpl
+    if backend.is_sparse():
+        if not issubclass(impl, SparseMLAImpl):
+            raise ValueError(
+                f"{backend.get_name()} serves sparse layers, {member} cannot stand for it"
+            )
+        parts = (SparseBackend, SparseImpl, SparseBuilder)
+    elif backend.is_mla():
+        parts = (LatentBackend, LatentImpl, LatentBuilder)
+    base: type = VllmMLAImpl if backend.is_mla() else VllmImpl
 
     def made(suffix: str, *bases: type, **extra: Any) -> Any:
         known = f"{name}{suffix}"

@@ -101,10 +101,19 @@ def has_inexact_lengths() -> bool:
     return vllm_config is not None and is_optimistic(vllm_config)
 
 
-def index_topk(vllm_config: Any) -> int | None:
-    """Tokens that a sparse MLA layer attends, from the model's configuration."""
-    text_config = getattr(vllm_config.model_config, "hf_text_config", None)
-    return getattr(text_config, "index_topk", None) or None
+def index_topk(vllm_config: Any, spec: Any = None) -> int | None:
+    """Tokens that a sparse MLA layer attends: columns of its lists, else the model's number.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        spec: vLLM's spec of the layer; only 0.33 tells the columns of lists.
+    """
+    width = getattr(spec, "topk_buffer_width", None)
+    if width is not None:
+        return int(width)
+    model = vllm_config.model_config
+    configs = (getattr(model, name, None) for name in ("hf_text_config", "hf_config"))
+    return next((size for one in configs if (size := getattr(one, "index_topk", None))), None)
 
 
 def spec_fields(spec: Any) -> dict[str, Any]:
@@ -158,3 +167,62 @@ def hides_dcp() -> bool:
     if not BACKENDS_SHAPE_CACHES or vllm_config is None:
         return False
     return bool(vllm_config.parallel_config.decode_context_parallel_size > 1)
+
+
+def verified_tokens(vllm_config: Any) -> int:
+    """Tokens of a request in a verify: 1 and its drafts."""
+    return 1 + (getattr(vllm_config.speculative_config, "num_speculative_tokens", None) or 0)
+
+
+def sparse_reasons(most_heads: int) -> list[str]:
+    """Why the engine that is being made cannot have our sparse layers.
+
+    The selection of a backend does not tell these facts.
+
+    Args:
+        most_heads: most query heads per rank that a kernel takes.
+    """
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    if config is None or config.model_config is None:
+        return []
+    parallel = config.parallel_config
+    heads = config.model_config.get_num_attention_heads(parallel)
+    found = {
+        f"{heads} query heads per rank not supported (served: 1 to {most_heads})": heads
+        > most_heads,
+        "HiSparse not supported": getattr(config.attention_config, "hisparse_config", None)
+        is not None,
+        # vLLM 0.33 asks for it in the selection.
+        "DCP not supported": BACKENDS_SHAPE_CACHES and parallel.decode_context_parallel_size > 1,
+    }
+    return [reason for reason, is_there in found.items() if is_there]
+
+
+def latent_widths() -> tuple[int, int] | None:
+    """Columns of the latent and of the rotary part in the engine that is being made, if told."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    text_config = getattr(getattr(config, "model_config", None), "hf_text_config", None)
+    widths = (getattr(text_config, name, None) for name in ("kv_lora_rank", "qk_rope_head_dim"))
+    rank, rope = widths
+    return None if rank is None or rope is None else (int(rank), int(rope))
+
+
+def sends_short_prompts(vllm_config: Any) -> bool:
+    """Whether sparse layers get prompts of at most ``index_topk`` tokens in ``forward_mha``.
+
+    vLLM 0.26 sends them there if it has a prefill kernel of its own for the model, which a layer of
+    ours does not use. vLLM 0.33 asks the step's record.
+    """
+    if vllm_config.attention_config.sparse_mla_force_mqa:
+        return False
+    every = vllm_config.compilation_config.static_forward_context.values()
+    layers = [layer for layer in every if getattr(getattr(layer, "impl", None), "is_sparse", False)]
+    return bool(layers) and all(
+        getattr(layer.impl, "expands", False)
+        and (not BACKENDS_SHAPE_CACHES or layer.prefill_backend is not None)
+        for layer in layers
+    )

@@ -12,7 +12,7 @@ from attn.integrations.vllm import compat, settings
 from attn.reference.dense import AttentionRules
 from specs.base import cdiv
 from specs.dtypes import CacheDType, DType
-from specs.engine import EngineConfig, ParallelConfig, SpeculativeConfig
+from specs.engine import EngineConfig, Kernels, ParallelConfig, SpeculativeConfig
 from specs.kv_cache import (
     AnyKVCacheSpec,
     ChunkedLocalAttentionSpec,
@@ -214,9 +214,16 @@ def engine_config(
         batch_invariant=batch_invariant(),
         rswa_window=compat.rswa_window(vllm_config, spec),
         exact_host_lengths=is_exact,
-        index_topk=compat.index_topk(vllm_config),
-        kernels=settings.kernels(),
+        index_topk=compat.index_topk(vllm_config, spec),
+        kernels=_kernels(vllm_config),
     )
+
+
+def _kernels(vllm_config: Any) -> Kernels:
+    """The kernels that the environment names, and how sparse layers attend short prompts."""
+    kernels = settings.kernels()
+    is_dense = compat.sends_short_prompts(vllm_config)
+    return kernels.replace(sparse=kernels.sparse.replace(dense_short_prompts=is_dense))
 
 
 def _encoder_len(vllm_config: Any, spec: Any) -> int | None:
@@ -240,9 +247,10 @@ def batch_invariant() -> bool:
 
 
 def layers_of(vllm_config: Any, layer_names: Iterable[str]) -> list[Any]:
-    """The modules of the layers ``layer_names``; names that vLLM does not know are left out."""
+    """The modules of the layers ``layer_names``, without names and modules that are no layers."""
     context = vllm_config.compilation_config.static_forward_context
-    return [context[name] for name in layer_names if name in context]
+    modules = (context.get(name) for name in layer_names)
+    return [module for module in modules if hasattr(module, "impl")]
 
 
 def dcp_ranks(layers: Sequence[Any]) -> tuple[int, int]:
