@@ -120,6 +120,16 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         )
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
 
+    @property
+    def phase_kernels(self) -> dict[str, str]:
+        """See the base class; with batch invariance the decode kernel takes prefills too."""
+        decode = "triton" if self.planner.hopper_decode is None else "hopper"
+        prefill = "triton" if self.planner.hopper is None else "hopper"
+        if self.is_encoder:
+            return {"prefill": prefill}
+        invariant = self.vllm_config.batch_invariant
+        return {"decode": decode, "prefill": decode if invariant else prefill}
+
     @classmethod
     def for_free_partition(
         cls,

@@ -156,6 +156,12 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
             spec, vllm_config, self.gpu, self.buffers, self.window, stripe
         )
 
+    @property
+    def phase_kernels(self) -> dict[str, str]:
+        """See the base class."""
+        decode = "triton" if self.planner.hopper_decode is None else "hopper"
+        return {"decode": decode, "prefill": self.expanded.kernel}
+
     def build(
         self,
         common_prefix_len: int,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import logging
 import math
 import subprocess
@@ -596,6 +597,49 @@ def test_the_op_s_module_is_changed_when_it_is_imported() -> None:
     )
     assert found.returncode == 0, found.stderr
     assert int(found.stdout.splitlines()[-1]) < 10
+
+
+@pytest.fixture
+def models(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's registry of models, to be changed for a test."""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    monkeypatch.setattr(ModelRegistry, "models", dict(ModelRegistry.models))
+    return ModelRegistry.models
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0)])
+def test_gpus_without_e4m3_get_the_generic_models(
+    cuda: Callable[..., None], models: dict[str, Any], capability: tuple[int, int]
+) -> None:
+    cuda(*capability)
+    before = dict(models)
+    indexer_late.use_generic_models()
+    changed = {name for name, model in models.items() if model is not before[name]}
+    is_old = capability < (8, 9)
+    fused = {} if compat.BACKENDS_SHAPE_CACHES else indexer_late.GENERIC_MODELS
+    assert changed == (set(fused) if is_old else set())
+    for name, path in fused.items():
+        module, _, cls = path.partition(":")
+        generic = getattr(importlib.import_module(module), cls)
+        if is_old:
+            assert models[name].load_model_cls() is generic
+            continue
+        assert models[name].module_name == indexer_late.FUSED_MODELS
+    kept = dict(models)
+    indexer_late.use_generic_models()
+    assert models == kept
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_a_model_that_the_user_points_elsewhere_stays(
+    cuda: Callable[..., None], models: dict[str, Any], capability: tuple[int, int]
+) -> None:
+    cuda(*capability)
+    theirs = types.SimpleNamespace(module_name="a_users.module")
+    models["DeepseekV32ForCausalLM"] = theirs
+    indexer_late.use_generic_models()
+    assert models["DeepseekV32ForCausalLM"] is theirs
 
 
 WITHOUT = "import vllm.utils.import_utils as utils; utils.has_deep_gemm = lambda: False"

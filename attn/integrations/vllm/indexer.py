@@ -36,6 +36,7 @@ from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerBackend
 
 from attn.impls.sparse.indexer import IndexInputs, SparseIndexer
 from attn.integrations.vllm import compat, translate
+from attn.integrations.vllm.indexer_late import FIRST_WITH_E4M3
 from builders.sparse.indexer import IndexerMetadataBuilder, scratch_of
 from specs.kv_cache import IndexerSpec
 from specs.rows import INDEXER_PAGE, SCALE_BYTES
@@ -80,7 +81,7 @@ def adopt(indexer: Any) -> None:
         ValueError: the configuration asks for what our kernels do not serve; the message has every
             reason.
     """
-    op = getattr(indexer, "indexer_op", None)
+    op = indexer.indexer_op
     if type(op) is not vllm_op.SparseAttnIndexer:
         logger.warning_once(
             "attn-backends: the indexer's op is %s.%s, not vLLM's, and stays so",
@@ -98,7 +99,8 @@ def adopt(indexer: Any) -> None:
     setattr(cache, _ADOPTED, Adopted(indexer.n_head, op.topk_tokens, config))
     cache.get_attn_backend = lambda: IndexerBackend
     capability = current_platform.get_device_capability()
-    if capability is not None and tuple(capability) < (8, 9) and current_platform.is_cuda():
+    is_cuda = current_platform.is_cuda()
+    if is_cuda and capability is not None and tuple(capability) < FIRST_WITH_E4M3:
         # vLLM's fused kernel converts to e4m3 in hardware, which these GPUs lack.
         indexer.use_fused_indexer_q = False
     serve_op(current_platform.dispatch_key)

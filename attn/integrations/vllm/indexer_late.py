@@ -3,11 +3,17 @@
 Where DeepGEMM is missing, vLLM's op for indexers refuses to be made. An indexer is made before its
 layer selects a backend, so this cannot wait for the selection: the op's constructor asks vLLM which
 backend the layer will get. The op's module is large, so it is changed when the model imports it.
+
+On CUDA, vLLM 0.33 serves DeepSeek-V3.2 and GLM-5 by classes whose fused Triton kernels convert to
+e4m3 in hardware. GPUs older than compute capability 8.9 cannot compile them, so vLLM serves neither
+model there. Its generic classes of the same models, which it keeps for CPU and XPU, need no such
+kernel: on these GPUs, and only there, the models' names are registered for them.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -15,15 +21,30 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any, Final
 
+logger = logging.getLogger("vllm.attn_backends")
+
 OP_MODULE: Final = "vllm.model_executor.layers.sparse_attn_indexer"
+FUSED_MODELS: Final = "vllm.models.deepseek_v32"
+"""Package of the models with fused kernels in vLLM 0.33."""
+GENERIC_MODELS: Final = {
+    "DeepseekV32ForCausalLM": "vllm.model_executor.models.deepseek_v2:DeepseekV3ForCausalLM",
+    "GlmMoeDsaForCausalLM": "vllm.model_executor.models.deepseek_v2:GlmMoeDsaForCausalLM",
+    "DeepseekV32MTPModel": "vllm.model_executor.models.deepseek_mtp:DeepSeekMTP",
+}
+"""Import path of vLLM's generic class for each architecture with fused kernels."""
+FIRST_WITH_E4M3: Final = (8, 9)
+"""First compute capability that converts to e4m3 in hardware."""
 _MARK: Final = "attn_backends_spares_deep_gemm"
 
 
 def install_when_imported() -> None:
-    """Let ops of indexers that will be ours be made without DeepGEMM; nothing heavy is imported.
+    """Place what models with indexers will need; nothing heavy is imported."""
+    use_generic_models()
+    wait_for_op()
 
-    Where DeepGEMM is installed, nothing is done.
-    """
+
+def wait_for_op() -> None:
+    """Where DeepGEMM is missing, let the ops of indexers that will be ours be made without it."""
     from vllm.utils.import_utils import has_deep_gemm
 
     if has_deep_gemm():
@@ -81,6 +102,28 @@ def _will_be_ours() -> bool:
         # The layer will say why no backend serves it.
         return False
     return bool(backend.__module__ == members.__name__)
+
+
+def use_generic_models() -> None:
+    """On a CUDA GPU without e4m3, point the fused models' names to vLLM's generic classes.
+
+    Names that point elsewhere stay, as all do in vLLM 0.26.
+    """
+    from vllm.platforms import current_platform
+
+    capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
+    if capability is None or tuple(capability) >= FIRST_WITH_E4M3:
+        return
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    for name, path in GENERIC_MODELS.items():
+        if getattr(ModelRegistry.models.get(name), "module_name", None) == FUSED_MODELS:
+            ModelRegistry.register_model(name, path)
+            logger.info(
+                "attn-backends: %s is vLLM's generic %s: the kernels of the other class need "
+                "compute capability 8.9, this is %d.%d",
+                *(name, path, *capability),
+            )
 
 
 class _Waiting(MetaPathFinder):

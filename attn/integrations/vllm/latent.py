@@ -6,8 +6,8 @@ prefill it expands latent rows with the up-projections that vLLM's layer keeps f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from vllm.logger import init_logger
@@ -122,7 +122,10 @@ class LatentBuilder:
 
     label: str
     """Our name and vLLM's, for the log."""
+    phase_kernels: Mapping[str, str]
     step_limits: StepLimits
+    depends_on_chunks: ClassVar[bool] = True
+    """A prompt's bits depend on how it is cut into chunks, even with batch invariance."""
 
     def __init__(
         self,
@@ -162,7 +165,9 @@ class LatentBuilder:
         for layer in layers:
             layer.impl.vllm_layer = layer
             layer.impl.all_gather = compat.gather_ranks if ranks[0] > 1 else None
-        logger.info("%s", served_line(self.label, spec, heads, layer_names))
+        logger.info("%s", served_line(self.label, spec, heads, layer_names, self.phase_kernels))
+        if self.depends_on_chunks and config.batch_invariant:
+            _warn_of_chunks(self.label, vllm_config)
         if device.type == "cuda":
             features = compat.features_of(vllm_config, kv_cache_spec)
             warm_up(self, layers, features.output_quant)
@@ -173,6 +178,17 @@ class LatentBuilder:
         ours: Any = super()
         level = ours.get_cudagraph_support(vllm_config, kv_cache_spec)
         return compat.cudagraph_support(level.value)
+
+
+def _warn_of_chunks(label: str, vllm_config: Any) -> None:
+    """Log that prefix caching cuts prompts by what was served before, where it is on."""
+    if vllm_config.cache_config.enable_prefix_caching:
+        logger.warning(
+            "%s: with batch invariance a prompt has the same bits where it is cut into the same "
+            "chunks, and prefix caching cuts it by what was served before; turn it off by "
+            "--no-enable-prefix-caching",
+            label,
+        )
 
 
 class _Unwrapped:

@@ -6,7 +6,7 @@ import logging
 import re
 from typing import TYPE_CHECKING, Any, Final
 
-from attn.integrations.vllm import choice, indexer_late, settings
+from attn.integrations.vllm import choice, settings
 from attn.integrations.vllm.settings import BACKEND_VARIABLE, OVERRIDE_VARIABLE
 
 if TYPE_CHECKING:
@@ -48,7 +48,9 @@ def register() -> None:
     settings.check()
     settings.pass_on()
     _put(*_wanted())
-    indexer_late.install_when_imported()
+    from attn.integrations.vllm.indexer_late import install_when_imported
+
+    install_when_imported()
 
 
 def is_served(version: str) -> bool:
