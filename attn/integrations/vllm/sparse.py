@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
 
 from attn.integrations.vllm import compat
 from attn.integrations.vllm.latent import LatentBackend, LatentBuilder, LatentImpl
@@ -72,6 +73,12 @@ class SparseBackend(LatentBackend):
         # A draft model's layers may have other widths than the model whose configuration this is.
         if widths is not None and sum(widths) == config.head_size:
             reasons += width_reasons(*widths)
+        engine = get_current_vllm_config_or_none()
+        if engine is not None:
+            # The op's module is large, and only sparse layers need it.
+            from attn.integrations.vllm.indexer import reasons as indexer_reasons
+
+            reasons += indexer_reasons(engine)
         return reasons + compat.sparse_reasons(MOST_HEADS)
 
 
