@@ -189,13 +189,13 @@ def sparse_reasons(most_heads: int) -> list[str]:
         return []
     parallel = config.parallel_config
     heads = config.model_config.get_num_attention_heads(parallel)
+    # Under DCP a rank attends with the heads of all ranks that share its keys.
+    heads *= parallel.decode_context_parallel_size
     found = {
         f"{heads} query heads per rank not supported (served: 1 to {most_heads})": heads
         > most_heads,
         "HiSparse not supported": getattr(config.attention_config, "hisparse_config", None)
         is not None,
-        # vLLM 0.33 asks for it in the selection.
-        "DCP not supported": BACKENDS_SHAPE_CACHES and parallel.decode_context_parallel_size > 1,
     }
     return [reason for reason, is_there in found.items() if is_there]
 
@@ -241,3 +241,28 @@ def indexer_cache_dtype(vllm_config: Any) -> str:
     if hasattr(attention, "use_fp4_indexer_cache"):
         return "mxfp4" if attention.use_fp4_indexer_cache else "auto"
     return str(attention.indexer_kv_dtype)
+
+
+def dcp_ranks_of(vllm_config: Any) -> tuple[int, int]:
+    """Ranks that share the tokens of a request, and the index of this rank; (1, 0) without DCP."""
+    if vllm_config.parallel_config.decode_context_parallel_size == 1:
+        return 1, 0
+    group = dcp_group()
+    return int(group.world_size), int(group.rank_in_group)
+
+
+def merge_by_lse_alone(layer: Any) -> None:
+    """Have vLLM 0.33 merge the ranks of a layer by the LSEs that our impl returns.
+
+    vLLM also masks the rows of requests of which a rank keeps no key. It finds them by lengths and
+    starts of a record of its own, in which prompts that attend lists are not decodes. The LSE of
+    such rows is ``-inf`` here in any case. In 0.26 there is nothing to do.
+
+    Args:
+        layer: an ``MLAAttention`` of sparse attention.
+    """
+    manager = getattr(layer, "dcp_manager", None)
+    if manager is None:
+        return
+    merge = manager.combine
+    manager.combine = lambda output, lse, **_: merge(output, lse)

@@ -22,7 +22,7 @@ from attn.testing.batches import BatchSpec, LatentWeights, Request, latent_reque
 from attn.testing.budget import low_precision
 from attn.testing.latent_trial import latent_output, low_latent_output
 from builders.splitkv.stripe import Stripe
-from tests.vllm.ranks import RANKS, in_torch, run_ranks
+from tests.vllm.parallel.ranks import RANKS, give_ranks, in_torch, localise, run_ranks
 from tests.vllm.runner import Answer, Tokens
 from tests.vllm.test_latent import (
     HEADS,
@@ -71,16 +71,7 @@ class RankRunner(LatentRunner):
 
     def batch(self, query_lens: Sequence[int], seq_lens: Sequence[int], **fields: Any) -> Any:
         batch = super().batch(query_lens, seq_lens, **fields)
-        slots, size = [], self.spec.block_size
-        for row, (count, length) in enumerate(zip(query_lens, seq_lens, strict=True)):
-            positions = torch.arange(length - count, length, dtype=torch.int32)
-            place = self.stripe.local_positions(positions)
-            at = place.clamp(min=0)
-            mine = self.table[row][at // size].long() * size + at % size
-            slots.append(torch.where(place >= 0, mine, -1))
-        batch.slot_mapping = torch.cat(slots)
-        batch.dcp_local_seq_lens = self.stripe.local_lens(batch.seq_lens)
-        return batch
+        return localise(batch, self.stripe, query_lens, seq_lens, self.spec.block_size)
 
 
 def requests_of(dtype: torch.dtype) -> list[Request]:
@@ -141,9 +132,7 @@ def as_rank(
         **settings: Any,
     ) -> RankRunner:
         config = make_config(dtype=dtype, backend="TRITON_MLA", **settings)
-        parallel = config.parallel_config
-        parallel.decode_context_parallel_size = RANKS
-        parallel.cp_kv_cache_interleave_size = interleave
+        give_ranks(config, interleave)
         config.speculative_config = SimpleNamespace(
             num_speculative_tokens=DRAFTS,
             parallel_drafting=False,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from builders.splitkv.stripe import Stripe
 
 RANKS = 2
 SECONDS = 300
@@ -44,6 +46,40 @@ def run_ranks(folder: Path, config: Any, work: Callable[[int], Any]) -> list[Any
     if failures or any(process.exitcode for process in ranks):
         raise RuntimeError("\n".join(failures) or "a rank took too long")
     return [torch.load(folder / f"result_{rank}", weights_only=False) for rank in range(RANKS)]
+
+
+def give_ranks(config: Any, interleave: int = 1) -> None:
+    """Set an engine's configuration to decode context parallelism over the ranks."""
+    config.parallel_config.decode_context_parallel_size = RANKS
+    config.parallel_config.cp_kv_cache_interleave_size = interleave
+
+
+def localise(
+    batch: Any,
+    stripe: Stripe,
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    block_size: int,
+) -> Any:
+    """A batch of all tokens as a rank gets it: slots and lengths are those of its own tokens.
+
+    Args:
+        batch: vLLM's own object, changed in place.
+        stripe: the tokens that the rank keeps.
+        query_lens: new tokens of each request.
+        seq_lens: length of each request.
+        block_size: tokens of a block.
+    """
+    slots = []
+    for row, (count, length) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        positions = torch.arange(length - count, length, dtype=torch.int32)
+        place = stripe.local_positions(positions)
+        at = place.clamp(min=0)
+        mine = batch.block_table_tensor[row][at // block_size].long() * block_size
+        slots.append(torch.where(place >= 0, mine + at % block_size, -1))
+    batch.slot_mapping = torch.cat(slots)
+    batch.dcp_local_seq_lens = stripe.local_lens(batch.seq_lens)
+    return batch
 
 
 def in_torch(out: torch.Tensor, lses: torch.Tensor, rank: int, *_: Any, **given: Any) -> Any:
