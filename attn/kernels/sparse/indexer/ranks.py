@@ -10,7 +10,10 @@ from builders.launch.call import KernelCall
 from builders.splitkv.stripe import Stripe
 
 
-@triton.jit(do_not_specialize_on_alignment=["lists_ptr"])
+@triton.jit(
+    do_not_specialize=["logits_row", "lists_row", "plane"],
+    do_not_specialize_on_alignment=["logits_ptr", "lists_ptr", "out_ptr"],
+)
 def pack_candidates_kernel(
     logits_ptr,
     lists_ptr,
@@ -44,7 +47,10 @@ def pack_candidates_kernel(
     tl.store(out + plane, tl.where(listed, position, -1), mask=inside)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["rows", "room_row", "width"],
+    do_not_specialize_on_alignment=["candidates_ptr", "room_ptr"],
+)
 def spread_candidates_kernel(
     candidates_ptr,
     room_ptr,
