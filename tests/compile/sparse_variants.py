@@ -166,6 +166,7 @@ def tested(target: int) -> dict[str, KernelCall]:
     kept = ("8 heads 4096 rows", "128 heads", "logits e4m3", "selection e4m3", "keys e4m3")
     if target != 90:
         kept = ("656 8 heads 4096 rows", "bf16 8 heads 4096 rows", "logits e4m3", "selection e4m3")
+    kept += ("of a rank e4m3", "of all ranks e4m3")
     return {name: call for name, call in chosen(target).items() if any(k in name for k in kept)}
 
 

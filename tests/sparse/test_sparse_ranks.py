@@ -23,16 +23,20 @@ from attn.ops.topk_transform import transform_topk
 from attn.reference.mla import project_latent_output
 from attn.reference.rank_topk import merge_candidates as merge_in_torch
 from attn.reference.topk_transform import transform_topk as transform_in_torch
+from builders.launch.call import KernelCall
 from builders.sparse import indexer as builders
 from builders.sparse.arguments import TopkLists
+from builders.sparse.indexer import IndexerMetadataBuilder
 from builders.sparse.sparse_mla import SparseMLAMetadataBuilder
 from builders.splitkv.stripe import Stripe
 from specs.dtypes import DType
 from specs.engine import EngineConfig, Kernels, ParallelConfig, SparseKernels
-from specs.kv_cache import MLAAttentionSpec
+from specs.kv_cache import IndexerSpec, MLAAttentionSpec
 from specs.rows import LatentFormat
 from specs.sparse_mla import STORED_FORMATS, IndexKind, SparseKernel
+from tests.emulators.flashinfer_emulator import MadeOnDevice, on_device
 from tests.sparse.sparse_layers import BLOCK, Sizes, SparseLayer, Step
+from tests.tools.interpreter import variant_of
 
 BF16, RAW, SCALED = STORED_FORMATS
 SMALL = Sizes(rank=128, rope=32, nope=16, v=16)
@@ -255,6 +259,57 @@ def test_short_prompts_attend_every_key_of_all_ranks() -> None:
 
         found = torch.cat(layers.exchanged(prefill), -1)
         assert torch.allclose(found.float(), output.float(), atol=0.03, rtol=0.02)
+
+
+def test_builds_read_nothing_back() -> None:
+    layers = Ranks(2, 4)
+    rank = layers.ranks[1]
+    names = ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping")
+    with MadeOnDevice():
+        made = [
+            SparseMLAMetadataBuilder(rank.spec, ["0"], rank.config, "cpu"),
+            IndexerMetadataBuilder(IndexerSpec(index_head_dim=32), ["0"], rank.config, "cpu"),
+        ]
+        for parts, padding in STEPS.values():
+            if not parts:
+                continue
+            batch = rank.local_batch(layers.whole.step(parts, padding))
+            given = batch.replace(**{name: on_device(getattr(batch, name)) for name in names})
+            for builder in made:
+                record = builder.build(0, given)
+                builder.update_block_table(record, given.block_table_tensor, given.slot_mapping)
+                if batch.max_query_len <= made[1].threshold:
+                    builder.build_for_cudagraph_capture(given)
+                    builder.update_draft_decode_metadata(builder.build_for_drafting(given, 1))
+
+
+def test_serving_after_a_warm_up_meets_no_new_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, launches = Ranks(2, 1), []
+    rank = layers.ranks[0]
+    launch = KernelCall.launch_through_triton
+
+    def noted(call: KernelCall) -> None:
+        launches.append(call)
+        launch(call)
+
+    monkeypatch.setattr(KernelCall, "launch_through_triton", noted)
+    rank.indexer.all_gather = rank.impl.all_gather = lambda rows: torch.cat([rows] * 2)
+    step = layers.whole.step([(0, 0, 1)])
+    query, key = step.index_query[:1], step.index_key[:1]
+    rank.indexer.warm_up(query, key, rank.index_cache, rank.index_builder)
+    rank.impl.warm_up(rank.scales, rank.cache, rank.builder, rank.sizes.dtype.torch)
+    known = {variant_of(call) for call in launches}
+    launches.clear()
+    for parts, padding in (STEPS[name] for name in ("prompts", "verify")):
+        step = layers.whole.step(parts, padding)
+        batch = rank.local_batch(step)
+        record, index = rank.builder.build(0, batch), rank.index_builder.build(0, batch)
+        layers._write(rank, step, record)
+        given = step.index_query, step.index_key, step.weights, rank.index_cache, index
+        rank.indexer.forward(IndexInputs(*given))
+        rank.impl.forward_mqa(layers.whole.absorbed(step), rank.cache, record, rank.scales)
+    assert launches
+    assert {variant_of(call) for call in launches} <= known
 
 
 def test_ranks_must_be_able_to_exchange_candidates() -> None:
