@@ -500,14 +500,7 @@ def _leading(tensor: torch.Tensor, count: int) -> torch.Tensor:
 
 def _visible_keys(spec: Any, config: EngineConfig) -> VisibleKeys:
     """Which keys a layer's queries see, and which of them this rank keeps."""
-    parallel = config.parallel
-    stripe = None
-    if parallel.decode_context_parallel_size > 1 and getattr(spec, "dcp_sharded", False):
-        stripe = Stripe(
-            parallel.decode_context_parallel_size,
-            parallel.decode_context_parallel_rank,
-            parallel.dcp_interleave,
-        )
+    stripe = Stripe.of(config) if getattr(spec, "dcp_sharded", False) else None
     if isinstance(spec, SlidingWindowSpec):
         return VisibleKeys(window=cut_window(spec.sliding_window))
     if isinstance(spec, ChunkedLocalAttentionSpec):

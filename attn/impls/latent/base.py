@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -9,10 +10,11 @@ import torch
 from attn.impls.base import MLAAttentionImpl, check_scale
 from attn.ops.cache import rope_and_write_kv, write_kv
 from attn.ops.dispatch import converts_float8
+from attn.ops.gather import gather_paged
 from attn.ops.merge import merge_states
 from builders.checks.debug import debug_enabled
 from builders.checks.tensors import check_expanded, check_latent_rows
-from builders.latent.prefill import PAGE, LatentPrefill, check_head_pair
+from builders.latent.prefill import PAGE, LatentContext, LatentPrefill, check_head_pair
 from builders.pages.paging import check_slots
 from specs.cache_write import CacheTarget, Rotation
 from specs.dtypes import CacheDType, DType
@@ -46,6 +48,10 @@ class LatentImpl(MLAAttentionImpl):
         if self.always_expands:
             check_head_pair(self.qk_head_dim, self.v_head_dim)
         self._expanded: DenseLauncher | None = None
+        self.all_gather: Callable[[torch.Tensor], torch.Tensor] | None = None
+        """Under DCP, puts the tensors of all ranks one behind another in their first dimension, in
+        the order of ranks. The engine sets it, since only the engine knows how ranks communicate.
+        """
 
     def do_kv_cache_update(
         self,
@@ -130,7 +136,9 @@ class LatentImpl(MLAAttentionImpl):
         """Compute prefill rows over keys and values that are expanded for every head.
 
         New tokens are expanded from ``kv_c_normed`` and ``k_pe``, the context from the cache, one
-        chunk at a time. The states of new tokens and of all chunks are merged.
+        chunk at a time. The states of new tokens and of all chunks are merged. Under DCP ranks
+        exchange the cached rows of every chunk by :attr:`all_gather`, so that all ranks must make
+        this call for the same step.
 
         Args:
             q: ``[T_prefill, H, P + r]``, nope then rope.
@@ -141,6 +149,10 @@ class LatentImpl(MLAAttentionImpl):
             k_scale: fp32 scalar of a per-tensor fp8 cache.
             output: ``[T_prefill, H * V]``, written in place.
             output_scale: fp32 scalar; ``output`` is then fp8.
+
+        Raises:
+            ValueError: a tensor does not fit; or ranks share the context, and :attr:`all_gather` is
+                not set.
         """
         check_scale(k_scale, self.cache_dtype)
         check_expanded(self, q, kv_c_normed, k_pe, output, prefill.num_tokens, output_scale)
@@ -157,17 +169,39 @@ class LatentImpl(MLAAttentionImpl):
         lses = q.new_empty((2, *rows.shape[:2]), dtype=torch.float32)
         launcher.attend(prefill.own, DenseTensors(q, own, states[0], scale, scale, lse=lses[0]))
         context, count = prefill.context, prefill.num_tokens
-        chunks = len(context.lens)
+        pieces = len(context.lens)
         keys = self._workspace(q, len(context.block_table) * context.span // PAGE, PAGE)
-        fields = self._fields(kv_c_and_k_pe_cache, self.cache_dtype, q.dtype)
         factor = k_scale if self.cache_dtype.is_quantized else None
-        for chunk in range(chunks):
-            self._expand(*fields, keys, paged=context.rows(chunk), scale=factor)
-            step = context.step_over(chunk)
+        cache = kv_c_and_k_pe_cache
+        for piece in range(pieces):
+            if context.stripe is None:
+                paged = context.rows(piece)
+            else:
+                if piece % context.ranks == 0:
+                    cache = self._exchange(kv_c_and_k_pe_cache, context, piece)
+                paged = context.exchanged(piece)
+            fields = self._fields(cache, self.cache_dtype, q.dtype)
+            self._expand(*fields, keys, paged=paged, scale=factor)
+            step = context.step_over(piece)
             launcher.attend(step, DenseTensors(q, keys, states[1], scale, scale, lse=lses[1]))
-            if chunk + 1 < chunks:
+            if piece + 1 < pieces:
                 merge_states(states, lses, states[0], output_lse=lses[0], num_tokens=count)
         merge_states(states, lses, rows, output_scale=output_scale, num_tokens=count)
+
+    def _exchange(self, kv_cache: torch.Tensor, context: LatentContext, first: int) -> torch.Tensor:
+        """The cached rows of the chunk whose first piece is ``first``, of all ranks.
+
+        Returns:
+            ``[ranks * R' * C / PAGE, PAGE, row]``, see
+            :meth:`builders.latent.prefill.LatentContext.exchanged`.
+        """
+        if self.all_gather is None:
+            raise ValueError("all_gather must be set where ranks share the context of a prefill")
+        assert context.stripe is not None
+        own = context.rows(first + context.stripe.rank)
+        # Rows travel as bytes: not every way to communicate knows e4m3.
+        rows = gather_paged(kv_cache, own).view(torch.uint8)
+        return self.all_gather(rows.view(-1, PAGE, rows.shape[-1])).view(kv_cache.dtype)
 
     def attend_expanded(
         self,

@@ -119,9 +119,9 @@ def reasons(vllm_config: Any) -> list[str]:
     dtype = compat.indexer_cache_dtype(vllm_config)
     if dtype not in _CACHE_DTYPES:
         found.append(f"indexer cache of {dtype} not supported (served: {', '.join(_CACHE_DTYPES)})")
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name) > 1:
-            found.append(f"{name} {getattr(parallel, name)} not supported by the indexer")
+    ranks = parallel.prefill_context_parallel_size
+    if ranks > 1:
+        found.append(f"prefill_context_parallel_size {ranks} not supported by the indexer")
     topk = compat.indexer_topk_backend(vllm_config)
     if topk != "auto":
         found.append(
@@ -187,7 +187,7 @@ def indexer_step() -> Callable[..., torch.Tensor]:
             return buffer
         record, topk = context.attn_metadata[name], values["topk_tokens"]
         key = None if values["skip_k_cache_insert"] else values["k"]
-        SparseIndexer(buffer[:, :topk]).forward(
+        _indexer(buffer[:, :topk], record.stripe is not None).forward(
             IndexInputs(values["q_quant"], key, values["weights"], values["kv_cache"], record)
         )
         if buffer.shape[1] > topk:
@@ -199,12 +199,21 @@ def indexer_step() -> Callable[..., torch.Tensor]:
     return step
 
 
+def _indexer(lists: torch.Tensor, shares_keys: bool) -> SparseIndexer:
+    """The object that writes ``lists``; ranks that share keys exchange candidates."""
+    indexer = SparseIndexer(lists)
+    if shares_keys:
+        indexer.all_gather = compat.gather_ranks
+    return indexer
+
+
 def _reserve(adopted: Adopted, cache: Any, device: torch.device) -> None:
     """Take the memory that the builder will take, so that vLLM gives none of it to caches."""
     if adopted.is_planned or device in _reserved:
         return
     spec = cache.get_kv_cache_spec(adopted.vllm_config)
-    config = translate.engine_config(adopted.vllm_config, spec, adopted.heads)
+    ranks = compat.dcp_ranks_of(adopted.vllm_config)
+    config = translate.engine_config(adopted.vllm_config, spec, adopted.heads, *ranks)
     scratch = scratch_of(config, spec.head_size - SCALE_BYTES).values()
     nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in scratch)
     _reserved[device] = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -241,7 +250,10 @@ class IndexerBuilder(IndexerMetadataBuilder, VllmBuilder):  # type: ignore[misc]
             dtype=vllm_config.model_config.dtype,
         )
         heads = {one.heads for one in adopted}
-        config = translate.engine_config(vllm_config, kv_cache_spec, max(heads, default=1))
+        most = max(heads, default=1)
+        # A draft model may keep its keys whole while ranks share those of the model it drafts for.
+        ranks = compat.dcp_ranks_of(adopted[0].vllm_config if adopted else vllm_config)
+        config = translate.engine_config(vllm_config, kv_cache_spec, most, *ranks)
         super().__init__(spec, layer_names, config, device)
         # vLLM's block tables are as wide as its longest sequence needs, but dummy batches before a
         # capture have longer lengths, so the table's width is not checked.
@@ -267,7 +279,7 @@ class IndexerBuilder(IndexerMetadataBuilder, VllmBuilder):  # type: ignore[misc]
         key = torch.zeros(1, self.head_dim, dtype=dtype, device=self.device)
         cache = self.kv_cache_spec.layout().allocate(2, self.device)
         lists = torch.empty(self.threshold + 1, self.topk, dtype=torch.int32, device=self.device)
-        SparseIndexer(lists).warm_up(query, key, cache, self)
+        _indexer(lists, self.stripe is not None).warm_up(query, key, cache, self)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
