@@ -305,14 +305,3 @@ def test_with_batch_invariance_a_prompt_has_the_same_bits_alone_and_beside_other
         runner.table = table[row:]
         alone = runner.step(tokens_of(requests[row : row + 1]), new[row : row + 1], (lens[row],))
         assert torch.equal(alone, output), row
-
-
-def test_decode_context_parallelism_of_latent_layers_is_refused(
-    cuda: Callable[..., None], runner_of: Callable[..., LatentRunner]
-) -> None:
-    cuda()
-    runner = runner_of()
-    runner.config.parallel_config.decode_context_parallel_size = 2
-    builder = type(runner.builder)
-    with pytest.raises(ValueError, match="decode_context_parallel_size must be 1 for MLA layers"):
-        builder(runner.spec, [NAME], runner.config, torch.device("cpu"))
