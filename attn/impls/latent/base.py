@@ -159,10 +159,8 @@ class LatentImpl(MLAAttentionImpl):
         context, count = prefill.context, prefill.num_tokens
         chunks = len(context.lens)
         keys = self._workspace(q, len(context.block_table) * context.span // PAGE, PAGE)
-        fields = self._fields(kv_c_and_k_pe_cache, self.cache_dtype, q.dtype)
-        factor = k_scale if self.cache_dtype.is_quantized else None
         for chunk in range(chunks):
-            self._expand(*fields, keys, paged=context.rows(chunk), scale=factor)
+            self._expand_context(kv_c_and_k_pe_cache, prefill, chunk, keys, k_scale)
             step = context.step_over(chunk)
             launcher.attend(step, DenseTensors(q, keys, states[1], scale, scale, lse=lses[1]))
             if chunk + 1 < chunks:
@@ -192,6 +190,20 @@ class LatentImpl(MLAAttentionImpl):
 
         tensors = DenseTensors(q, keys, output, scale, scale, output_scale=output_scale)
         self._attender().attend(step, tensors)
+
+    def _expand_context(
+        self,
+        kv_cache: torch.Tensor,
+        prefill: LatentPrefill,
+        chunk: int,
+        into: KVViews,
+        k_scale: torch.Tensor,
+    ) -> None:
+        """Expand the cached rows of a chunk of context; see :meth:`attend_prefill`."""
+        assert prefill.context is not None
+        fields = self._fields(kv_cache, self.cache_dtype, into.key.dtype)
+        scale = k_scale if self.cache_dtype.is_quantized else None
+        self._expand(*fields, into, paged=prefill.context.rows(chunk), scale=scale)
 
     def _expand(self, latent: torch.Tensor, rope: torch.Tensor, into: KVViews, **rows: Any) -> None:
         """Expand latent rows into keys ``[S, H, P + r]`` and values ``[S, H, V]``."""
