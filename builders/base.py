@@ -130,6 +130,14 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         them."""
         _check_device(self.device)
 
+    @property
+    def phase_kernels(self) -> dict[str, str]:
+        """Names of the kernels that were chosen for the group's steps, by ``decode``, ``prefill``.
+
+        A phase that the layers do not have is left out. Empty where a backend names no kernels.
+        """
+        return {}
+
     @cached_property
     def pages(self) -> CachePages:
         """The fields that describe this builder's cache, for every record that it builds."""

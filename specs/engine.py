@@ -181,7 +181,9 @@ class EngineConfig(Spec):
     max_num_batched_tokens: TokenCount = 8192
     """Most tokens in a step."""
     num_heads: PositiveInt | None = None
-    """Query heads per rank; None when the builder does not need them."""
+    """Query heads that a rank attends with; None when the builder does not need them.
+
+    Under decode context parallelism these are the heads of all ranks that share keys."""
     cudagraph_capture_sizes: tuple[PositiveInt, ...] = ()
     """Batch sizes, in tokens, that are captured; empty means eager."""
     parallel: ParallelConfig = ParallelConfig()

@@ -15,6 +15,9 @@ LATENT_BLOCK: Final = 128
 """Latent elements that share one scale in block-scaled rows."""
 INDEXER_PAGE: Final = 64
 """Tokens in a page of the planar indexer cache."""
+INDEXER_LEAST: Final = 1e-4
+"""The scale of an indexer key whose elements are all smaller is that of a key whose largest element
+is this, as in vLLM, so that a page has the same bytes in either."""
 
 
 class RowField(Spec):

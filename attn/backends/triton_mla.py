@@ -43,6 +43,7 @@ class TritonMLABackend(AttentionBackend):
         is_mla=True,
         sliding_window=True,
         device_cpu_query_lens_mismatch=True,
+        dcp=True,
         lse=True,
         row_bits=True,
     )

@@ -1,11 +1,40 @@
-"""Copies of queries to a kernel's padded rows, and of its states back to the batch's tokens."""
+"""Copies of queries to a kernel's padded rows, of its states back to the batch's tokens, and of
+cached rows.
+"""
 
 from __future__ import annotations
+
+import math
 
 import torch
 
 from attn.ops.dispatch import converts_float8, has_kernel
 from attn.reference.quant import saturate
+from builders.latent.prefill import PagedRows
+
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+def gather_paged(cache: torch.Tensor, paged: PagedRows) -> torch.Tensor:
+    """Copy rows of a paged cache, as they are stored, request by request.
+
+    Args:
+        cache: ``[N, block_size, row]``, dense in its rows.
+        paged: the rows. Table entries past a request's rows may be anything, and are not followed.
+
+    Returns:
+        ``[R, span, row]``. What stands behind a request's last row means nothing.
+    """
+    block_size, itemsize = cache.shape[1], cache.element_size()
+    steps = (size * itemsize for size in (cache.stride(0), cache.stride(1), cache.shape[2]))
+    # Rows are copied as words, as few as their addresses allow.
+    words = cache.view(_WORDS[math.gcd(8, *steps, cache.data_ptr())])
+    place = torch.arange(paged.span, dtype=torch.int32, device=cache.device)
+    is_there = place < paged.lens[:, None]
+    token = torch.where(is_there, paged.starts[:, None] + place, 0)
+    column = torch.div(token, block_size, rounding_mode="floor")
+    blocks = torch.where(is_there, paged.block_table.gather(1, column.long()), 0)
+    return words[blocks.long(), (token - column * block_size).long()].view(cache.dtype)
 
 
 def pack_query(

@@ -22,6 +22,9 @@ _QUERIES: Final = (_E4M3, torch.float16, torch.bfloat16, torch.float32)
 def write_index_keys(k_index: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor) -> None:
     """Quantise keys and write them: saturated e4m3, with one fp32 power-of-two scale per key.
 
+    The bytes are those that vLLM stores. A key without an element of at least 1e-4 gets the scale
+    of a key with one.
+
     Args:
         k_index: ``[T, Di]``; rows past ``len(slots)`` are padding.
         kv_cache: ``[N, 64, Di + 4]`` uint8; in a block all keys come first, then all scales.

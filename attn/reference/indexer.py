@@ -8,7 +8,7 @@ from attn.reference.cache import gather_rows, scatter_rows
 from attn.reference.quant import power_of_two_scale, saturate
 from builders.sparse.arguments import RequestPages
 from specs.layouts import latent_views
-from specs.rows import LatentFormat
+from specs.rows import INDEXER_LEAST, LatentFormat
 
 
 def write_index_keys(k_index: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor) -> None:
@@ -21,7 +21,8 @@ def write_index_keys(k_index: torch.Tensor, kv_cache: torch.Tensor, slots: torch
     """
     views = latent_views(kv_cache, LatentFormat.INDEXER_FP8.row(k_index.shape[-1]))
     k_index = k_index[: len(slots)].float()
-    scale = power_of_two_scale(k_index.abs().amax(-1, keepdim=True), torch.float8_e4m3fn)
+    absmax = k_index.abs().amax(-1, keepdim=True).clamp(min=INDEXER_LEAST)
+    scale = power_of_two_scale(absmax, torch.float8_e4m3fn)
     scatter_rows(views["data"], slots, saturate(k_index / scale, torch.float8_e4m3fn))
     scatter_rows(views["scale"], slots, scale)
 

@@ -397,13 +397,16 @@ class LatentSizes(Protocol):
 
 
 def latent_query(
-    layer: LatentSizes, q: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+    layer: LatentSizes,
+    q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    num_heads: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Split an absorbed query into its two parts and check that they fit the layer.
 
     Args:
         layer: sizes of the layer.
         q: the query of ``forward_mqa``: one tensor ``[T, H, L + r]``, or its two parts.
+        num_heads: H where ranks share the keys (DCP); None for the layer's heads.
 
     Returns:
         ``[T, H, L]`` and ``[T, H, r]``.
@@ -411,7 +414,8 @@ def latent_query(
     Raises:
         ValueError: the query has another shape, or its parts have two types.
     """
-    heads, rank, rope = layer.num_heads, layer.kv_lora_rank, layer.qk_rope_head_dim
+    rank, rope = layer.kv_lora_rank, layer.qk_rope_head_dim
+    heads = layer.num_heads if num_heads is None else num_heads
     if isinstance(q, tuple):
         query, rotary = q
         is_right = query.shape[1:] == (heads, rank) and rotary.shape[1:] == (heads, rope)

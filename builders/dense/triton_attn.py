@@ -120,6 +120,16 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         )
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
 
+    @property
+    def phase_kernels(self) -> dict[str, str]:
+        """See the base class; with batch invariance the decode kernel takes prefills too."""
+        decode = "triton" if self.planner.hopper_decode is None else "hopper"
+        prefill = "triton" if self.planner.hopper is None else "hopper"
+        if self.is_encoder:
+            return {"prefill": prefill}
+        invariant = self.vllm_config.batch_invariant
+        return {"decode": decode, "prefill": decode if invariant else prefill}
+
     @classmethod
     def for_free_partition(
         cls,
@@ -490,14 +500,7 @@ def _leading(tensor: torch.Tensor, count: int) -> torch.Tensor:
 
 def _visible_keys(spec: Any, config: EngineConfig) -> VisibleKeys:
     """Which keys a layer's queries see, and which of them this rank keeps."""
-    parallel = config.parallel
-    stripe = None
-    if parallel.decode_context_parallel_size > 1 and getattr(spec, "dcp_sharded", False):
-        stripe = Stripe(
-            parallel.decode_context_parallel_size,
-            parallel.decode_context_parallel_rank,
-            parallel.dcp_interleave,
-        )
+    stripe = Stripe.of(config) if getattr(spec, "dcp_sharded", False) else None
     if isinstance(spec, SlidingWindowSpec):
         return VisibleKeys(window=cut_window(spec.sliding_window))
     if isinstance(spec, ChunkedLocalAttentionSpec):

@@ -3,6 +3,11 @@
 Prefill expands latent rows to keys and values per head. New tokens attend each other first; then
 they attend the cached context, which is expanded in chunks that fit a workspace, and the states are
 merged. The number of chunks follows from host bounds; lengths stay on the device.
+
+Under decode context parallelism (DCP) every rank has all new tokens, for its own query heads, but
+only a part of the context. A chunk is then as many cached rows of every rank. Each rank reads its
+own, all ranks exchange them, and each attends them rank by rank. New tokens see the whole context,
+so that the order of its keys does not matter.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from builders.dense.choice import LATENT_OPTION, LayerRequirements, prefill_kern
 from builders.dense.record import TritonAttentionMetadata
 from builders.device import runs_gluon
 from builders.splitkv.record import HopperPlan, PrefillPlan
+from builders.splitkv.stripe import Stripe
 from builders.splitkv.tiles import DenseShape, HopperTile, prefill_tile
 from specs.base import cdiv
 from specs.devices import DeviceKind, GpuFacts
@@ -60,6 +66,9 @@ class LatentContext:
     The workspace is a paged cache of its own: request r owns rows ``[r * C, (r + 1) * C)``. The
     first chunk of a request begins with the first token that any of its new tokens sees. R' is the
     number of prefills.
+
+    Under DCP a chunk has one piece for each rank, in the order of ranks, and tokens are counted
+    among those that the piece's rank keeps. Without DCP a chunk is one piece.
     """
 
     block_table: torch.Tensor
@@ -67,24 +76,45 @@ class LatentContext:
     span: int
     """C, the tokens of a chunk per request: whole pages of the workspace."""
     lens: torch.Tensor
-    """``[chunks, R']`` int32, device: tokens of each request in a chunk, 0 past its context."""
+    """``[pieces, R']`` int32, device: tokens of each request in a piece, 0 past its context."""
     starts: torch.Tensor
-    """``[chunks, R']`` int32, device: first token of each request in a chunk."""
+    """``[pieces, R']`` int32, device: first token of each request in a piece."""
     left: torch.Tensor
-    """``[chunks, R']`` int32, device: context of each request from the chunk's start to its end.
+    """``[pieces, R']`` int32, device: context of each request from the piece's start to its end.
 
-    This is the position of the first new token, counted from the chunk's first token."""
+    Without DCP this is the position of the first new token, counted from the piece's first token.
+    """
     step: TritonAttentionMetadata
-    """Attention of the new tokens over one chunk, not causal. ``block_table`` is the workspace's;
-    :meth:`step_over` puts in a chunk's lengths and positions."""
+    """Attention of the new tokens over one piece, not causal. ``block_table`` is the workspace's;
+    :meth:`step_over` puts in a piece's lengths and positions."""
+    stripe: Stripe | None = None
+    """The tokens that this rank keeps under DCP; None without it."""
 
-    def rows(self, chunk: int) -> PagedRows:
-        """The cached tokens that a chunk is expanded from."""
-        return PagedRows(self.block_table, self.lens[chunk], self.starts[chunk], self.span)
+    @property
+    def ranks(self) -> int:
+        """Pieces of a chunk."""
+        return 1 if self.stripe is None else self.stripe.size
 
-    def step_over(self, chunk: int) -> TritonAttentionMetadata:
-        """The step of the new tokens' attention over a chunk."""
-        return replace(self.step, seq_lens=self.lens[chunk], first_positions=self.left[chunk])
+    def rows(self, piece: int) -> PagedRows:
+        """The cached tokens that a piece is expanded from, in the cache of the rank that keeps
+        them.
+        """
+        return PagedRows(self.block_table, self.lens[piece], self.starts[piece], self.span)
+
+    def exchanged(self, piece: int) -> PagedRows:
+        """The same tokens among the rows of a chunk that ranks have exchanged.
+
+        These rows are a paged cache ``[ranks * R' * C / PAGE, PAGE, row]``: rank by rank, and
+        within a rank request by request.
+        """
+        pages = self.step.block_table
+        first = piece % self.ranks * pages.numel()
+        lens = self.lens[piece]
+        return PagedRows(pages + first, lens, torch.zeros_like(lens), self.span)
+
+    def step_over(self, piece: int) -> TritonAttentionMetadata:
+        """The step of the new tokens' attention over a piece."""
+        return replace(self.step, seq_lens=self.lens[piece], first_positions=self.left[piece])
 
 
 @dataclass
@@ -115,6 +145,7 @@ class ExpandedPrefill:
         gpu: GpuFacts,
         buffers: GraphBuffers,
         window: int | None = None,
+        stripe: Stripe | None = None,
     ) -> None:
         """
         Args:
@@ -123,13 +154,16 @@ class ExpandedPrefill:
             gpu: the GPU that runs the group.
             buffers: the builder's buffers.
             window: keys that a token sees, itself included; None for all.
+            stripe: the tokens that this rank keeps under DCP; None without it.
 
         Raises:
             ValueError: the engine's bound of the workspace is smaller than one chunk.
         """
-        heads = config.num_heads
-        assert heads is not None
+        assert config.num_heads is not None
+        # Prefills attend with the query heads of this rank alone.
+        heads = config.num_heads // (1 if stripe is None else stripe.size)
         self.config, self.window, self._heads = config, window, heads
+        self._stripe = stripe
         self._buffers, self._num_multiprocessors = buffers, gpu.num_multiprocessors
         expanded = DenseShape(
             num_heads=heads,
@@ -157,6 +191,11 @@ class ExpandedPrefill:
         shape = replace(expanded, head_size=192, head_size_v=128)
         asks = LayerRequirements(query=spec.dtype, cache_dtype=CacheDType.AUTO)
         return prefill_kernel_of(shape, kind, 0, asks, wanted, LATENT_OPTION)[0]
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel that attends the expanded keys."""
+        return "triton" if self._hopper is None else "hopper"
 
     def plan(self, batch: CommonAttentionMetadata, decodes: int) -> LatentPrefill:
         """Plan the requests behind the leading decodes; nothing is read back from the device.
@@ -226,14 +265,22 @@ class ExpandedPrefill:
             visible = context_lens.clamp(max=self.window - 1)
         if longest == 0:
             return None
+        stripe = self._stripe
+        if stripe is not None:
+            every = [replace(stripe, rank=rank) for rank in range(stripe.size)]
+            longest = every[0].local_len(longest)
+            visible = torch.stack([one.local_lens(context_lens) for one in every])
+            context_lens = visible
         reqs, device = own.num_reqs, self._buffers.device
         size = min(max(self.workspace_tokens // reqs // PAGE, 1), cdiv(longest, PAGE)) * PAGE
-        starts = torch.arange(0, longest, size, dtype=torch.int32, device=device)[:, None]
+        starts = torch.arange(0, longest, size, dtype=torch.int32, device=device)
+        starts = starts[:, None] if stripe is None else starts[:, None, None]
         left = (visible - starts).clamp(min=0)
         blocks = torch.arange(reqs * size // PAGE, dtype=torch.int32, device=device)
         step = replace(own, causal=False, block_table=blocks.view(reqs, -1))
         lens, firsts = left.clamp(max=size), context_lens - left
-        return LatentContext(own.block_table, size, lens, firsts, left, step)
+        lens, firsts, left = (piece.reshape(-1, reqs) for piece in (lens, firsts, left))
+        return LatentContext(own.block_table, size, lens, firsts, left, step, stripe)
 
 
 def with_block_table(prefill: _Prefill, block_table: torch.Tensor, slots: torch.Tensor) -> _Prefill:

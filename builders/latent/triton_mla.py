@@ -19,7 +19,6 @@ from builders.batch import CommonAttentionMetadata, refuse_fields, split_decodes
 from builders.buffers import GraphBuffers
 from builders.checks.debug import debug_limits
 from builders.checks.kernel_limits import BLOCK_MULTIPLE, HEAD_SIZES, check_dtypes
-from builders.checks.masks import refuse_dcp
 from builders.dense.choice import (
     LayerRequirements,
 )
@@ -27,6 +26,7 @@ from builders.dense.record import TritonAttentionMetadata
 from builders.device import device_facts, runs_gluon
 from builders.latent.choice import latent_kernel_of
 from builders.latent.prefill import PAGE, ExpandedPrefill, LatentPrefill, with_block_table
+from builders.latent.ranks import RankDecode, RankRows
 from builders.latent.tiles import LatentShape, latent_tile
 from builders.splitkv.planner import (
     PlannerOptions,
@@ -36,6 +36,7 @@ from builders.splitkv.record import (
     SplitLimits,
     VisibleKeys,
 )
+from builders.splitkv.stripe import Stripe
 from builders.splitkv.tiles import (
     DenseShape,
     HopperDecodeTile,
@@ -70,6 +71,8 @@ class LatentGroup:
     """Elements of the rotary part."""
     window: int | None
     """Keys that a token sees, itself included; plans leave out all others. None for all keys."""
+    ranks: int = 1
+    """Ranks that share the keys (DCP): decodes attend with the query heads of all of them."""
 
 
 @dataclass
@@ -94,6 +97,12 @@ class TritonMLAMetadata(AttentionMetadata):
     """The plan of the prefills; None without any."""
     group: LatentGroup
     """The group that the step was planned for."""
+    query_start_loc: torch.Tensor | None = None
+    """``[R + 1]`` int32, device: first token of each request, and the end of the last. None for a
+    step that was not built from a batch."""
+    ranked: RankDecode | None = None
+    """Under DCP, the decodes as the decode kernel takes them, while ``decode`` has the batch's
+    requests with the keys that this rank keeps of each. None without DCP, or without decodes."""
 
 
 class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
@@ -121,26 +130,37 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
             ValueError: ``num_heads`` is missing; no kernel takes the spec's widths, block size or
                 dtype; the bound of the workspace is smaller than one chunk;
                 ``kernels.latent.decode`` names a kernel that does not serve the group; the engine
-                has decode context parallelism.
+                has decode context parallelism (DCP) and ranks cannot share the group's keys, or
+                ``num_heads`` is not a multiple of the ranks.
         """
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         spec = kv_cache_spec
         _check_support(spec, vllm_config)
         assert isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec)
         window = spec.sliding_window if isinstance(spec, SlidingWindowMLASpec) else None
-        self.window = cut_window(window)
-        self._group = LatentGroup(spec.kv_lora_rank, spec.qk_rope_head_dim, self.window)
+        self.window, stripe = cut_window(window), Stripe.of(vllm_config)
+        widths = spec.kv_lora_rank, spec.qk_rope_head_dim
+        self._group = LatentGroup(*widths, self.window, 1 if stripe is None else stripe.size)
         self.gpu = device_facts(self.device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.buffers = GraphBuffers(self.device)
-        limits = SplitLimits(
-            vllm_config.max_num_seqs,
-            vllm_config.max_num_batched_tokens,
-            vllm_config.max_model_len,
-            self.window,
+        self._ranks: RankRows | None = None
+        reqs, keys = vllm_config.max_num_seqs, vllm_config.max_model_len
+        tokens = vllm_config.max_decode_query_len
+        if stripe is not None:
+            self._ranks = RankRows(stripe, vllm_config, spec.block_size, self.buffers)
+            reqs, keys, tokens = self._ranks.max_rows, self._ranks.max_kv_len, 1
+        limits = SplitLimits(reqs, vllm_config.max_num_batched_tokens, keys, self.window)
+        self.planner = decode_planner(spec, vllm_config, self.gpu, limits, self.buffers, tokens)
+        self.expanded = ExpandedPrefill(
+            spec, vllm_config, self.gpu, self.buffers, self.window, stripe
         )
-        self.planner = decode_planner(spec, vllm_config, self.gpu, limits, self.buffers)
-        self.expanded = ExpandedPrefill(spec, vllm_config, self.gpu, self.buffers, self.window)
+
+    @property
+    def phase_kernels(self) -> dict[str, str]:
+        """See the base class."""
+        decode = "triton" if self.planner.hopper_decode is None else "hopper"
+        return {"decode": decode, "prefill": self.expanded.kernel}
 
     def build(
         self,
@@ -162,6 +182,9 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
         if isinstance(batch.causal, torch.Tensor) or not batch.causal:
             raise NotImplementedError(f"TRITON_MLA supports causal=True, got {batch.causal}")
         found = split_decodes_and_prefills(batch, self.reorder_batch_threshold or 1)
+        decode, ranked = None, None
+        if found.num_decodes:
+            decode, ranked = self._decode(batch, found.num_decodes, found.num_decode_tokens)
         return TritonMLAMetadata(
             slot_mapping=batch.slot_mapping,
             num_actual_tokens=batch.num_actual_tokens,
@@ -170,19 +193,31 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
             num_decode_tokens=found.num_decode_tokens,
             num_covered_tokens=int(batch.query_start_loc_cpu[found.num_decodes]),
             num_prefill_tokens=found.num_prefill_tokens,
-            decode=self._decode(batch, found.num_decodes) if found.num_decodes else None,
+            decode=decode,
             prefill=self.expanded.plan(batch, found.num_decodes) if found.num_prefills else None,
             group=self._group,
+            query_start_loc=batch.query_start_loc[: batch.num_reqs + 1],
+            ranked=ranked,
             **self.pages,
         )
 
     def update_draft_decode_metadata(self, metadata: TritonMLAMetadata) -> None:
         """Plan a record's decodes anew from what its lengths are now; this can be captured."""
-        step = metadata.decode
-        if step is not None:
+        step, ranked = metadata.decode, metadata.ranked
+        if step is None:
+            return
+        if ranked is None:
             debug_limits(step.seq_lens, self.step_limits)
-            visible = VisibleKeys(self.window)
-            self.planner.fill(step.query_start_loc, step.seq_lens, visible, is_causal=True)
+            self._plan(step)
+            return
+        assert self._ranks is not None
+        debug_limits(ranked.seq_lens, self.step_limits)
+        self._ranks.refill(step, ranked, metadata.num_decode_tokens)
+        self._plan(ranked.step)
+
+    def _plan(self, step: TritonAttentionMetadata) -> None:
+        visible = VisibleKeys(self.window)
+        self.planner.fill(step.query_start_loc, step.seq_lens, visible, is_causal=True)
 
     def warm_up_steps(self) -> Iterator[tuple[CommonAttentionMetadata, TritonMLAMetadata]]:
         """One small step for every compiled variant: its batch and its record.
@@ -213,26 +248,38 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
         finally:
             self.expanded.workspace_tokens = tokens
 
-    def _decode(self, batch: CommonAttentionMetadata, decodes: int) -> TritonAttentionMetadata:
-        starts, lens = batch.query_start_loc[: decodes + 1], batch.seq_lens[:decodes]
-        self.planner.fill(starts, lens, VisibleKeys(self.window), is_causal=True)
-        return TritonAttentionMetadata(
+    def _decode(
+        self, batch: CommonAttentionMetadata, decodes: int, tokens: int
+    ) -> tuple[TritonAttentionMetadata, RankDecode | None]:
+        """The step of the leading ``decodes`` requests, which have ``tokens`` tokens; and under DCP
+        the rows of this rank.
+        """
+        step = TritonAttentionMetadata(
             slot_mapping=batch.slot_mapping,
             num_actual_tokens=batch.num_actual_tokens,
             num_reqs=decodes,
-            query_start_loc=starts,
-            seq_lens=lens,
+            query_start_loc=batch.query_start_loc[: decodes + 1],
+            seq_lens=batch.seq_lens[:decodes],
             block_table=batch.block_table_tensor[:decodes],
             split=self.planner.split(),
             prefill=None,
             **self.pages,
         )
+        if self._ranks is None:
+            self._plan(step)
+            return step, None
+        local, ranked = self._ranks.split(step, tokens)
+        self._plan(ranked.step)
+        return replace(step, seq_lens=local), ranked
 
     def _set_block_table(self, metadata: TritonMLAMetadata, block_table: torch.Tensor) -> None:
         slots, decodes = metadata.slot_mapping, metadata.num_decodes
         if metadata.decode is not None:
             table = block_table[:decodes]
             metadata.decode = replace(metadata.decode, slot_mapping=slots, block_table=table)
+            if metadata.ranked is not None:
+                assert self._ranks is not None
+                metadata.ranked = self._ranks.update_table(metadata.decode, metadata.ranked)
         if metadata.prefill is not None:
             table = block_table[decodes : decodes + metadata.num_prefills]
             metadata.prefill = with_block_table(metadata.prefill, table, slots)
@@ -244,6 +291,7 @@ def decode_planner(
     gpu: GpuFacts,
     limits: SplitLimits,
     buffers: GraphBuffers,
+    max_query_len: int | None = None,
 ) -> SplitPlanner:
     """Make the planner of a group's decodes, for the library's own kernels.
 
@@ -253,11 +301,12 @@ def decode_planner(
         gpu: the GPU that runs the decodes.
         limits: the largest step that the buffers must hold, and the window.
         buffers: the builder's buffers.
+        max_query_len: query tokens of a verify; None for as many as the engine may have.
 
     Raises:
         ValueError: ``kernels.latent.decode`` names a kernel that does not serve the group.
     """
-    heads, tokens = config.num_heads, config.max_decode_query_len
+    heads, tokens = config.num_heads, max_query_len or config.max_decode_query_len
     assert heads is not None
     shape = DenseShape(
         num_heads=heads,
@@ -267,7 +316,7 @@ def decode_planner(
         itemsize=spec.dtype.itemsize,
         stored_bits=spec.cache_dtype.element(spec.dtype).itemsize * 8,
     )
-    tile = _hopper_tile(shape, gpu.kind, spec, config, buffers.device)
+    tile = _hopper_tile(shape, gpu.kind, spec, config, tokens, buffers.device)
     options = PlannerOptions(
         latent=None if tile is not None else _latent_tile(spec, gpu, heads, tokens),
         hopper_decode=tile,
@@ -281,10 +330,11 @@ def _hopper_tile(
     kind: DeviceKind,
     spec: _LatentSpec,
     config: EngineConfig,
+    tokens: int,
     device: torch.device,
 ) -> HopperDecodeTile | None:
     """The Hopper decode kernel's tile; None if the group's layers do not take the kernel."""
-    wanted, tokens = config.kernels.latent.decode, config.max_decode_query_len
+    wanted = config.kernels.latent.decode
     if wanted is DecodeKernel.AUTO and not runs_gluon(device):
         return None
     asks = LayerRequirements(
@@ -328,12 +378,36 @@ def _check_support(spec: Any, config: EngineConfig) -> None:
         )
     if config.num_heads is None:
         raise ValueError("vllm_config.num_heads is needed by TRITON_MLA, got None")
-    refuse_dcp(config, "TRITON_MLA")
+    check_shared(spec, config)
     check_latent_dtypes(spec.dtype.torch, spec.cache_dtype)
     check_latent_widths(spec.kv_lora_rank, spec.qk_rope_head_dim)
     if spec.block_size % BLOCK_MULTIPLE:
         raise ValueError(
             f"block_size must be a multiple of {BLOCK_MULTIPLE}, got {spec.block_size}"
+        )
+
+
+def check_shared(spec: AnyKVCacheSpec, config: EngineConfig) -> None:
+    """Under DCP, check that ranks can share the keys of a latent group.
+
+    Raises:
+        ValueError: the spec has a window or is of a group that every rank keeps whole; or the heads
+            of all ranks are not a multiple of the ranks.
+    """
+    size = config.parallel.decode_context_parallel_size
+    if size == 1:
+        return
+    if not isinstance(spec, MLAAttentionSpec) or not spec.dcp_sharded:
+        got = "dcp_sharded=False" if isinstance(spec, MLAAttentionSpec) else type(spec).__name__
+        raise ValueError(
+            f"kv_cache_spec must be MLAAttentionSpec with decode_context_parallel_size {size}, "
+            f"got {got}: the builder of a group that every rank keeps whole has "
+            "decode_context_parallel_size 1"
+        )
+    if config.num_heads is not None and config.num_heads % size:
+        raise ValueError(
+            f"vllm_config.num_heads ({config.num_heads}) counts the heads of all ranks and must be "
+            f"a multiple of decode_context_parallel_size ({size})"
         )
 
 

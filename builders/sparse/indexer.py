@@ -32,6 +32,32 @@ KEY_BYTES: Final = 64 << 20
 _FLOAT: Final = 4
 
 
+def scratch_of(
+    config: EngineConfig, head_dim: int
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and type of each large buffer of a builder: room for logits and for gathered keys.
+
+    Args:
+        config: limits of the engine.
+        head_dim: width of the indexer's keys.
+    """
+    longest = config.max_model_len
+    verified = config.max_num_seqs * config.max_decode_query_len
+    most_rows = max(config.max_num_batched_tokens, verified)
+    floats = min(max(LOGIT_BYTES // _FLOAT, longest), most_rows * longest)
+    scratch: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    scratch = {"logits": ((floats,), torch.float32)}
+    if config.batch_invariant:
+        return scratch
+    fits = max(KEY_BYTES // (head_dim + SCALE_BYTES), longest)
+    keys = min(fits, config.max_num_seqs * longest)
+    return {
+        **scratch,
+        "data": ((keys, head_dim), torch.uint8),
+        "scale": ((keys,), torch.float32),
+    }
+
+
 @dataclass
 class IndexChunk:
     """Rows whose logits are held at the same time."""
@@ -155,15 +181,8 @@ class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
         self.buffers = GraphBuffers(self.device)
         for name in ("reqs", "visible_lens", "topk_lens"):
             self.buffers.declare(name, (self._most_rows,), torch.int32)
-        most = self._most_rows * self._longest
-        floats = min(max(LOGIT_BYTES // _FLOAT, self._longest), most)
-        self.buffers.declare("logits", (floats,), torch.float32)
-        if not config.batch_invariant:
-            most = config.max_num_seqs * self._longest
-            row = self.head_dim + SCALE_BYTES
-            keys = min(max(KEY_BYTES // row, self._longest), most)
-            self.buffers.declare("data", (keys, self.head_dim), torch.uint8)
-            self.buffers.declare("scale", (keys,), torch.float32)
+        for name, (shape, dtype) in scratch_of(config, self.head_dim).items():
+            self.buffers.declare(name, shape, dtype)
 
     def build(
         self,

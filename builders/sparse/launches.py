@@ -100,6 +100,10 @@ class SparseLaunches:
             buffers.declare("counters", (counters,), torch.int32),
         )
 
+    def is_hopper(self, phase: SparsePhase) -> bool:
+        """Whether a phase's rows are the Hopper kernel's; its launches name the portable twin."""
+        return self._hopper.get(phase) is not None
+
     def of(self, num_rows: int, phase: SparsePhase) -> SparseLaunch:
         """How a phase is launched, which follows from its number of rows, padding included."""
         return SparseLaunch(*self._sized(num_rows, phase), self._workspace)

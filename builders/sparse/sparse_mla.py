@@ -111,6 +111,18 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
         if own:
             self._launches = self._own_launches(own)
 
+    @property
+    def phase_kernels(self) -> dict[str, str]:
+        """See the base class; a phase with several kernels has their names joined by a slash."""
+        found: dict[str, dict[str, None]] = {}
+        for plan in self._plans:
+            names = found.setdefault(plan.phase.value, {})
+            if plan.kernel in OWN_LAUNCHES and self._launches is not None:
+                names["hopper" if self._launches.is_hopper(plan.phase) else "triton"] = None
+            if plan.kernel is not SparseKernel.TRITON_SPARSE:
+                names[plan.kernel.value] = None
+        return {phase: "/".join(names) for phase, names in sorted(found.items())}
+
     def _own_launches(self, plans: Sequence[PhasePlan]) -> SparseLaunches:
         spec: Any = self.kv_cache_spec
         setup, width = self.setup, max(plan.index_width for plan in plans)

@@ -139,14 +139,17 @@ def test_every_phase_of_every_device_has_a_backend_and_others_have_reasons(name:
 
 def test_the_class_of_custom_follows_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     prefix = "attn.integrations.vllm.members.CUSTOM_"
-    assert find_vllm(KNOWN_DEVICES["h200"]).custom == f"{prefix}TRITON_ATTN"
+    best = {"dense": "TRITON_ATTN", "latent": "TRITON_MLA", "sparse": "SPARSE_MLA"}
+    paths = {kind: prefix + name for kind, name in best.items()}
+    assert find_vllm(KNOWN_DEVICES["h200"]).custom == paths
+    assert find_vllm(KNOWN_DEVICES["mi300x"]).custom == {"dense": f"{prefix}TRITON_ATTN"}
     monkeypatch.setenv("ATTN_VLLM_BACKEND", "torch_ref")
     found = find_vllm(KNOWN_DEVICES["h200"])
-    assert found.custom == f"{prefix}TORCH_REF"
+    assert found.custom == {**paths, "dense": f"{prefix}TORCH_REF"}
     assert found.variables == {"ATTN_VLLM_BACKEND": "torch_ref"}
     monkeypatch.setenv("ATTN_VLLM_BACKEND", "FASTEST")
     found = find_vllm(CPU)
-    assert found.custom is None
+    assert found.custom == {}
     assert any("ATTN_VLLM_BACKEND must name one of" in one for one in found.problems)
 
 

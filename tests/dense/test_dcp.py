@@ -16,7 +16,6 @@ from builders.batch import CommonAttentionMetadata
 from builders.dense.torch_ref import TorchRefMetadataBuilder
 from builders.dense.triton_attn import TritonAttentionMetadataBuilder
 from builders.latent.torch_ref_mla import TorchRefMLAMetadataBuilder
-from builders.latent.triton_mla import TritonMLAMetadataBuilder
 from builders.splitkv.stripe import Stripe
 from specs.dtypes import CacheDType, DType
 from specs.engine import EngineConfig, ParallelConfig
@@ -189,7 +188,6 @@ def test_masks_that_a_batch_asks_for_are_refused_when_it_is_built() -> None:
     [
         (TorchRefMetadataBuilder, FULL),
         (TorchRefMLAMetadataBuilder, MLAAttentionSpec(block_size=64)),
-        (TritonMLAMetadataBuilder, MLAAttentionSpec(block_size=64)),
     ],
 )
 def test_builders_of_kernels_without_ranks_refuse_them(

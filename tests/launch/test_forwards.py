@@ -114,11 +114,14 @@ class Bench:
         batch = CommonAttentionMetadata.from_lengths(lens, lens, table, BLOCK)
         return replace(self.builder.build(0, batch), **changes)
 
-    def step_ahead(self, *lens: int) -> TritonAttentionMetadata:
-        """A step whose portable split-KV kernel may start while the kernel before it still runs."""
+    def step_ahead(self, *lens: int, ahead: bool = True) -> TritonAttentionMetadata:
+        """A step whose portable split-KV kernel may start while the kernel before it still runs.
+
+        With ``ahead=False`` it may not, whatever GPU the builder has found.
+        """
         step = self.step(*lens)
         assert step.split is not None
-        return replace(step, split=replace(step.split, waits=True))
+        return replace(step, split=replace(step.split, waits=ahead))
 
     def forward(self, impl: TritonAttentionImpl, given: dict[str, Any]) -> list[list[Any]]:
         """The launches of a forward as the GPU sees them."""
@@ -238,7 +241,7 @@ def test_what_starts_ahead_does_so_past_triton_too(
 ) -> None:
     bench = Bench(gpu, kind, monkeypatch)
     for number in range(4):
-        step = bench.step_ahead(1, 2) if ahead else bench.step(1, 2)
+        step = bench.step_ahead(1, 2, ahead=ahead)
         given = {"step": step, "query": rows_of(4), "output": rows_of(4)}
         (words,) = bench.forward(bench.impl, given)
         assert words[STARTS_AHEAD] is ahead

@@ -255,6 +255,7 @@ def test_the_log_says_what_a_group_of_layers_got(
         "sliding_window 20",
         "fp8",
         "4 query and 2 KV heads of 32",
+        "; decode: triton, prefill: triton",
     ):
         assert words in line
 

@@ -6,12 +6,9 @@ of vLLM's own bf16 run of the same weights, plus the cost of rounding float32's 
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +16,17 @@ import pytest
 import torch
 
 from tests.vllm.engine.models import ENCODER, HYBRID, LATENT
-from tests.vllm.engine.worker import Error, Result, Run, result_of
+from tests.vllm.engine.runs import (
+    FOLDER_VARIABLE,
+    Engines,
+    WorkerError,
+    beyond_budget,
+    constant_outputs,
+)
+from tests.vllm.engine.worker import Result, Run
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.gpu
-
-ROOT = Path(__file__).resolve().parents[2]
-MAX_RATIO = 1.5
-TIMEOUT = 900
-"""Seconds of one run."""
 
 OURS = "CUSTOM"
 THEIRS = ("FLASH_ATTN", "TRITON_ATTN")
@@ -156,43 +155,35 @@ CASES = {
 DECODERS = [name for name, case in CASES.items() if case.model != ENCODER]
 
 
-class WorkerError(Exception):
-    """A run ended without a result; the text is what it wrote."""
-
-
-def _environment(extra: dict[str, str]) -> dict[str, str]:
-    """A worker's environment: a case replaces what it asks for, nothing is downloaded or built."""
-    kept = {name: value for name, value in os.environ.items() if name != "ATTN_VLLM_OVERRIDE"}
-    kept.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    # The port at which vLLM begins to look for a free one: another test's engine may look too.
-    kept.setdefault("VLLM_PORT", str(20000 + os.getpid() % 10000 * 4))
-    # The kernels that are looked for are this backend's.
-    return {**kept, "ATTN_VLLM_BACKEND": "TRITON_ATTN", "HF_HUB_OFFLINE": "1", **extra}
-
-
-class Engines:
-    """Results of runs; each run is done once."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.results: dict[str, Result | WorkerError] = {}
+class DenseEngines(Engines):
+    """Results of the cases' runs."""
 
     def ours(self, case: Case) -> Result:
         if case.is_for_hopper and torch.cuda.get_device_capability()[0] != 9:
             pytest.skip("kernels for Hopper run there only")
-        options, environment = {**case.shared_options, **case.options}, case.environment
+        return self.result(*self.our_run(case))
+
+    def our_run(self, case: Case) -> tuple[Run, dict[str, str]]:
+        """The run with our backend, and its environment."""
+        options = {**case.shared_options, **case.options}
+        # The kernels that are looked for are this backend's.
+        environment = {"ATTN_VLLM_BACKEND": "TRITON_ATTN", **case.environment}
         backend = LATENT_OURS if case.is_latent else OURS
         if case.is_latent:
             environment = {**environment, "ATTN_VLLM_OVERRIDE": backend}
         run = self._run(case, backend, options, case.prompt_logprobs, case.calls)
-        return self.result(run, environment)
+        return run, environment
+
+    def their_run(self, case: Case, backend: str) -> tuple[Run, dict[str, str]]:
+        """The run with a backend of vLLM's, and its environment."""
+        return self._run(case, backend, case.shared_options), {}
 
     def theirs(self, case: Case) -> Result:
         """The result of the first of vLLM's backends that serves the case."""
         refusals = []
         for backend in LATENT_THEIRS if case.is_latent else THEIRS:
             try:
-                return self.result(self._run(case, backend, case.shared_options), {})
+                return self.result(*self.their_run(case, backend))
             except WorkerError as error:
                 if f"{backend} is not valid for this configuration" not in str(error):
                     raise
@@ -200,64 +191,17 @@ class Engines:
         pytest.skip(f"{', '.join(refusals)} do not serve {case.model} here")
 
     def _run(self, case: Case, backend: str, options: dict[str, Any], *scored: Any) -> Run:
-        return Run(case.model, str(self.folder / case.model), backend, options, *scored)
-
-    def result(self, run: Run, environment: dict[str, str]) -> Result:
-        key = json.dumps([asdict(run), environment], sort_keys=True)
-        if key not in self.results:
-            try:
-                self.results[key] = self._work(run, environment)
-            except WorkerError as error:
-                self.results[key] = error
-        found = self.results[key]
-        if isinstance(found, WorkerError):
-            raise found
-        return found
-
-    def _work(self, run: Run, environment: dict[str, str]) -> Result:
-        number = len(self.results)
-        source, target = (self.folder / f"{number}-{name}.json" for name in ("run", "result"))
-        source.write_text(json.dumps(asdict(run)), encoding="utf-8")
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.vllm.engine.worker", str(source), str(target)],
-            cwd=ROOT,
-            env=_environment(environment),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-            timeout=TIMEOUT,
-        )
-        if done.returncode != 0 or not target.exists():
-            raise WorkerError(f"{run}: exit code {done.returncode}\n{done.stdout[-8000:]}")
-        return result_of(target.read_text(encoding="utf-8"))
+        return Run(case.model, self.model_folder(case.model), backend, options, *scored)
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
-    return Engines(tmp_path_factory.mktemp("engines"))
-
-
-def beyond_budget(ours: Error, theirs: Error) -> list[str]:
-    """A message where our error exceeds the budget that vLLM's run sets."""
-    limits = {
-        "mean": MAX_RATIO * theirs.mean + theirs.rounding_mean,
-        "max": MAX_RATIO * theirs.max + theirs.rounding_max,
-    }
-    return [
-        f"{name} error {getattr(ours, name):.4f} of {ours.positions} positions, allowed {limit:.4f}"
-        for name, limit in limits.items()
-        if not getattr(ours, name) <= limit
-    ]
-
-
-def constant_outputs(result: Result) -> list[list[int]]:
-    """Outputs that repeat one or two tokens: any attention would give them."""
-    return [tokens for tokens in result.tokens if len(set(tokens)) < 3]
+def engines(tmp_path_factory: pytest.TempPathFactory) -> DenseEngines:
+    kept = os.environ.get(FOLDER_VARIABLE)
+    return DenseEngines(Path(kept) if kept else tmp_path_factory.mktemp("engines"))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_answers_are_as_close_to_float32_as_vllms_own(engines: Engines, name: str) -> None:
+def test_answers_are_as_close_to_float32_as_vllms_own(engines: DenseEngines, name: str) -> None:
     ours, theirs = engines.ours(CASES[name]), engines.theirs(CASES[name])
     assert theirs.prompt is not None
     if ours.prompt is not None:
@@ -268,7 +212,9 @@ def test_answers_are_as_close_to_float32_as_vllms_own(engines: Engines, name: st
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_greedy_tokens_part_only_where_float32_nearly_ties(engines: Engines, name: str) -> None:
+def test_greedy_tokens_part_only_where_float32_nearly_ties(
+    engines: DenseEngines, name: str
+) -> None:
     ours, theirs = engines.ours(CASES[name]), engines.theirs(CASES[name])
     assert ours.generated is not None
     assert theirs.generated is not None
@@ -284,7 +230,7 @@ def test_greedy_tokens_part_only_where_float32_nearly_ties(engines: Engines, nam
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_layer_and_every_builder_is_ours(engines: Engines, name: str) -> None:
+def test_every_layer_and_every_builder_is_ours(engines: DenseEngines, name: str) -> None:
     ours = engines.ours(CASES[name])
     assert ours.impls
     assert set(ours.impls) == {MEMBERS}
@@ -301,7 +247,7 @@ def _of_vllm(kernels: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_only_our_kernels_run(engines: Engines, name: str) -> None:
+def test_only_our_kernels_run(engines: DenseEngines, name: str) -> None:
     kernels = engines.ours(CASES[name]).kernels
     assert _of_vllm(kernels) == []
     # One for Hopper stands for the kernel that it is named after.
@@ -311,7 +257,7 @@ def test_only_our_kernels_run(engines: Engines, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_vllms_own_run_shows_its_kernels_and_none_of_ours(engines: Engines, name: str) -> None:
+def test_vllms_own_run_shows_its_kernels_and_none_of_ours(engines: DenseEngines, name: str) -> None:
     theirs = engines.theirs(CASES[name])
     assert _of_vllm(theirs.kernels)
     assert KERNELS & set(theirs.kernels) == set()
@@ -334,6 +280,6 @@ def test_vllms_own_run_shows_its_kernels_and_none_of_ours(engines: Engines, name
     ],
 )
 def test_a_case_is_what_it_says(
-    engines: Engines, name: str, holds: Callable[[Result], bool]
+    engines: DenseEngines, name: str, holds: Callable[[Result], bool]
 ) -> None:
     assert holds(engines.ours(CASES[name]))

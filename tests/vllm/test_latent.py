@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -14,8 +15,8 @@ from torch import Tensor
 from vllm.config import set_current_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention, mla_attention
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from attn.integrations.vllm import members
 from attn.testing import stored_rows
 from attn.testing.batches import BatchSpec, LatentWeights, Request, latent_requests, latent_weights
 from attn.testing.budget import low_precision
@@ -28,9 +29,9 @@ MIX = ((1, 30, 4, 1), (40, 30, 52, 1))
 """A decode, a prompt, a prompt's next chunk, a decode of a first token."""
 
 
-def weights_of(dtype: torch.dtype) -> LatentWeights:
+def weights_of(dtype: torch.dtype, heads: int = HEADS) -> LatentWeights:
     generator = torch.Generator().manual_seed(3)
-    return latent_weights(generator, HEADS, dtype, RANK, NOPE, ROPE, VALUE)
+    return latent_weights(generator, heads, dtype, RANK, NOPE, ROPE, VALUE)
 
 
 class Projection(torch.nn.Module):
@@ -38,9 +39,9 @@ class Projection(torch.nn.Module):
 
     quant_method = None
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, heads: int = HEADS) -> None:
         super().__init__()
-        weight = weights_of(dtype).kv_b_proj()
+        weight = weights_of(dtype, heads).kv_b_proj()
         self.weight = torch.nn.Parameter(weight, requires_grad=False)
 
     def forward(self, rows: Tensor) -> tuple[Tensor]:
@@ -56,26 +57,27 @@ class LatentRunner(Runner):
         metadata = None if record is None else {NAME: record}
         assert key is not None
         latent, rope = key.split([RANK, ROPE], dim=-1)
+        heads = self.layer.num_heads
         with set_forward_context(metadata, self.config, slot_mapping={NAME: batch.slot_mapping}):
             output: Tensor = self.layer(
                 query,
                 latent[:, 0],
                 rope,
-                output_shape=(len(query), HEADS * VALUE),
+                output_shape=(len(query), heads * VALUE),
             )
-        return output.view(-1, HEADS, VALUE)
+        return output.view(-1, heads, VALUE)
 
 
-def make_layer(config: Any, projection: Any = None, **given: Any) -> Any:
+def make_layer(config: Any, projection: Any = None, heads: int = HEADS, **given: Any) -> Any:
     return mla_attention.MLAAttention(
-        HEADS,
+        heads,
         SCALE,
         NOPE,
         ROPE,
         VALUE,
         None,
         RANK,
-        projection or Projection(config.model_config.dtype),
+        projection or Projection(config.model_config.dtype, heads),
         cache_config=config.cache_config,
         prefix=NAME,
         **given,
@@ -88,11 +90,12 @@ def make_dense(config: Any) -> Any:
 
 
 def whole_requests(
-    lens: tuple[int, ...], dtype: torch.dtype, window: int | None = None
+    lens: tuple[int, ...], dtype: torch.dtype, window: int | None = None, heads: int = HEADS
 ) -> list[Request]:
     """Requests with queries ``[T, H, P + r]`` and latent rows ``[T, 1, L + r]`` of every token."""
     generator, spec = torch.Generator().manual_seed(11), BatchSpec("whole", lens, lens)
-    return latent_requests(generator, spec, weights_of(dtype), dtype, 16, sliding_window=window)
+    weights = weights_of(dtype, heads)
+    return latent_requests(generator, spec, weights, dtype, 16, sliding_window=window)
 
 
 def tokens_of(requests: list[Request]) -> Tokens:
@@ -109,7 +112,8 @@ def expected_rows(
     weights: LatentWeights | None = None,
 ) -> Answer:
     """The oracle's answer for a step's new tokens: one new token is absorbed, more are expanded."""
-    weights, answers = weights or weights_of(requests[0].query.dtype), []
+    first_query = requests[0].query
+    weights, answers = weights or weights_of(first_query.dtype, first_query.shape[1]), []
     for whole, count, length in zip(requests, query_lens, seq_lens, strict=True):
         first = length - count
         query, rows = whole.query[first:length], whole.key[:length]
@@ -141,44 +145,66 @@ def runner_of(
     plugin: Any, make_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., LatentRunner]:
     def make(
-        dtype: str = "float32", layer: dict[str, Any] | None = None, **settings: Any
+        dtype: str = "float32",
+        layer: dict[str, Any] | None = None,
+        member: str = "CUSTOM",
+        **settings: Any,
     ) -> LatentRunner:
-        monkeypatch.setenv(plugin.OVERRIDE_VARIABLE, "TRITON_MLA")
+        if member != "CUSTOM":
+            monkeypatch.setenv(plugin.OVERRIDE_VARIABLE, member)
         plugin.register()
         monkeypatch.setattr(mla_attention, "get_mla_prefill_backend", lambda _: NoPrefill)
-        config = make_config(dtype=dtype, backend="TRITON_MLA", **settings)
+        config = make_config(dtype=dtype, backend=member, **settings)
         return LatentRunner(config, partial(make_layer, **(layer or {})))
 
     return make
 
 
-KINDS: dict[str, tuple[str, int | None, dict[str, Any]]] = {
-    "fp32": ("float32", None, {}),
-    "fp16": ("float16", None, {}),
-    "fp8 blocks of 48": (
-        "float16",
-        None,
-        {"cache_dtype": "fp8", "block_size": 48, "max_model_len": 240},
-    ),
-    "window": ("float16", 13, {}),
+@dataclass(frozen=True)
+class Kind:
+    """A latent layer and its engine."""
+
+    dtype: str = "float16"
+    window: int | None = None
+    heads: int = HEADS
+    member: str = "CUSTOM"
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+BLOCKS_OF_48 = {"block_size": 48, "max_model_len": 240}
+KINDS = {
+    "fp32": Kind("float32"),
+    "fp16": Kind(),
+    "fp16 by override": Kind(member="TRITON_MLA"),
+    "bf16": Kind("bfloat16"),
+    "fp8 blocks of 48": Kind(settings={"cache_dtype": "fp8", **BLOCKS_OF_48}),
+    "fp8 e4m3 by override": Kind(member="TRITON_MLA", settings={"cache_dtype": "fp8_e4m3"}),
+    "window": Kind(window=13),
+    # Numbers of heads that are no power of two, as models have them on a rank.
+    "12 heads": Kind(heads=12),
+    "20 heads fp8": Kind(heads=20, settings={"cache_dtype": "fp8"}),
+    "24 heads": Kind(heads=24),
+    "96 heads": Kind(heads=96),
 }
-"""Model dtype, window, and settings of the engine."""
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", KINDS)
 def test_a_latent_layer_runs_on_ours_and_is_right(
-    cuda: Callable[..., None], runner_of: Callable[..., LatentRunner], kind: str
+    cuda: Callable[..., None], runner_of: Callable[..., LatentRunner], name: str
 ) -> None:
     cuda()
-    dtype, window, settings = KINDS[kind]
-    given = {} if window is None else {"sliding_window": window}
+    kind = KINDS[name]
+    given: dict[str, Any] = {} if kind.window is None else {"sliding_window": kind.window}
     if not given.keys() <= inspect.signature(mla_attention.MLAAttention).parameters.keys():
         pytest.skip("this vLLM has no latent layers with a window")
-    runner = runner_of(dtype, layer=given, **settings)
+    layer = {**given, "heads": kind.heads}
+    runner = runner_of(kind.dtype, layer=layer, member=kind.member, **kind.settings)
     assert type(runner.layer.impl).__module__ == "attn.integrations.vllm.members"
-    requests, table = whole_requests(MIX[1], runner.dtype, window), runner.table
+    assert runner.layer.get_attn_backend().get_name() == kind.member
+    requests = whole_requests(MIX[1], runner.dtype, kind.window, kind.heads)
+    table = runner.table
     before = [length - count for count, length in zip(*MIX, strict=True)]
-    cache_dtype = settings.get("cache_dtype", "auto")
+    cache_dtype = kind.settings.get("cache_dtype", "auto")
 
     def check(rows: list[int], query_lens: list[int], seq_lens: list[int]) -> None:
         runner.table = table[rows]
@@ -211,19 +237,35 @@ def test_dense_and_latent_layers_of_one_model_are_both_ours(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cuda()
-    monkeypatch.setenv(plugin.OVERRIDE_VARIABLE, "TRITON_MLA")
     plugin.register()
     monkeypatch.setattr(mla_attention, "get_mla_prefill_backend", lambda _: NoPrefill)
-    config = make_config(dtype="float16", backend=None)
-    config.attention_config.backend_per_kind = {
-        "full_attention": AttentionBackendEnum.CUSTOM,
-        "mla_attention": AttentionBackendEnum.TRITON_MLA,
-    }
+    config = make_config(dtype="float16")
     with set_current_vllm_config(config):
-        layers = {"CUSTOM": make_dense(config), "TRITON_MLA": make_layer(config)}
+        layers = {"TRITON_ATTN": make_dense(config), "TRITON_MLA": make_layer(config)}
     for backend, layer in layers.items():
-        assert layer.get_attn_backend().get_name() == backend
+        assert layer.get_attn_backend() is getattr(members, f"CUSTOM_{backend}")
         assert type(layer.impl).__module__ == "attn.integrations.vllm.members"
+
+
+def test_the_log_says_what_a_group_of_latent_layers_got(
+    cuda: Callable[..., None],
+    runner_of: Callable[..., LatentRunner],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cuda()
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level(logging.INFO):
+        runner_of("float16", cache_dtype="fp8")
+    (line,) = {line for line in caplog.messages if "serves 1 layers" in line}
+    for words in (
+        "TRITON_MLA as CUSTOM",
+        NAME,
+        "4 query and 1 KV heads of 96",
+        "fp8",
+        "; decode: triton, prefill: triton",
+    ):
+        assert words in line
 
 
 def test_decode_context_parallelism_of_latent_layers_is_refused(

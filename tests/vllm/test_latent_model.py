@@ -53,7 +53,7 @@ def config_of(folder: Path) -> VllmConfig:
         cache_config=CacheConfig(block_size=BLOCK_SIZE),
         scheduler_config=scheduler,
         device_config=DeviceConfig(device="cpu"),
-        attention_config=AttentionConfig(backend="TRITON_MLA"),
+        attention_config=AttentionConfig(backend="CUSTOM"),
         # Attention runs in plain torch: vLLM's own kernels are missing.
         compilation_config=CompilationConfig(mode=0, custom_ops=["none"]),
     )
@@ -126,7 +126,6 @@ def test_a_model_with_latent_layers_answers_as_its_definition(
     if not hasattr(torch.ops._C, "silu_and_mul"):
         # The name is looked up when the layer is made, and never called.
         ops.define("silu_and_mul(Tensor(a!) out, Tensor x) -> ()")
-    monkeypatch.setenv(plugin.OVERRIDE_VARIABLE, "TRITON_MLA")
     plugin.register()
     monkeypatch.setattr(mla_attention, "get_mla_prefill_backend", lambda _: NoPrefill)
     config = config_of(tmp_path)

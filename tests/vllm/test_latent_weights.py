@@ -194,7 +194,6 @@ def test_prefill_and_decode_go_by_the_weights_that_were_loaded_last(
 ) -> None:
     quantisation, checkpoint_of = FORMS[form]
     cuda()
-    monkeypatch.setenv(plugin.OVERRIDE_VARIABLE, "TRITON_MLA")
     plugin.register()
     monkeypatch.setattr(mla_attention, "get_mla_prefill_backend", lambda _: NoPrefill)
     monkeypatch.setattr(fp8, "cutlass_fp8_supported", lambda: False)
@@ -218,7 +217,7 @@ def test_prefill_and_decode_go_by_the_weights_that_were_loaded_last(
         projection.quant_method.process_weights_after_loading(projection)
         return layer
 
-    config = make_config(dtype="float32", backend="TRITON_MLA")
+    config = make_config(dtype="float32", backend="CUSTOM")
     with set_current_vllm_config(config):
         one_process()
     runner = LatentRunner(config, make)
@@ -270,10 +269,9 @@ def test_a_layer_without_a_builder_says_what_is_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cuda()
-    monkeypatch.setenv(plugin.OVERRIDE_VARIABLE, "TRITON_MLA")
     plugin.register()
     monkeypatch.setattr(mla_attention, "get_mla_prefill_backend", lambda _: NoPrefill)
-    config = make_config(dtype="float32", backend="TRITON_MLA")
+    config = make_config(dtype="float32", backend="CUSTOM")
     with set_current_vllm_config(config):
         layer = make_layer(config)
     with pytest.raises(ValueError, match="a metadata builder of the layer's group"):

@@ -82,8 +82,8 @@ def _vllm_lines(vllm: Vllm) -> Iterator[str]:
     if vllm.version is not None:
         yield f"vllm {vllm.version}"
     yield f"entry point {'installed' if vllm.entry_point else 'not installed'}"
-    if vllm.custom is not None:
-        yield f"--attention-backend CUSTOM is {vllm.custom}"
+    for kind, path in vllm.custom.items():
+        yield f"--attention-backend CUSTOM is {path} for {kind} layers"
     if vllm.replaced:
         yield f"replaced by ours: {', '.join(vllm.replaced)}"
     yield from (f"{name}={value}" for name, value in vllm.variables.items())

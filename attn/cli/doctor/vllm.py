@@ -8,7 +8,7 @@ from typing import Final
 from attn.bench.results.origin import installed
 from attn.cli.doctor.machine import plugin_is_registered
 from attn.integrations.vllm import settings
-from attn.integrations.vllm.plugin import FIRST, LAST, custom_path, is_served
+from attn.integrations.vllm.plugin import FIRST, LAST, custom_paths, is_served
 from specs.base import Spec
 from specs.devices import Device
 
@@ -24,8 +24,8 @@ class Vllm(Spec):
     """The plugin serves this version."""
     entry_point: bool
     """vLLM finds the plugin."""
-    custom: str | None
-    """Import path of the class that ``--attention-backend CUSTOM`` takes; None where none does."""
+    custom: dict[str, str]
+    """Import path of the class that ``--attention-backend CUSTOM`` takes, by kind of layer."""
     replaced: tuple[str, ...]
     """Names of vLLM's backends that ours replace."""
     variables: dict[str, str]
@@ -42,9 +42,10 @@ def find_vllm(device: Device) -> Vllm:
     """
     version, entry = installed("vllm"), plugin_is_registered()
     served = version is not None and is_served(version)
-    custom, problems = None, []
+    custom: dict[str, str] = {}
+    problems = []
     try:
-        custom = custom_path(device.kind)
+        custom = custom_paths(device.kind)
     except ValueError as error:
         problems.append(str(error))
     if version is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -9,10 +10,11 @@ import torch
 from attn.impls.base import MLAAttentionImpl, check_scale
 from attn.ops.cache import rope_and_write_kv, write_kv
 from attn.ops.dispatch import converts_float8
+from attn.ops.gather import gather_paged
 from attn.ops.merge import merge_states
 from builders.checks.debug import debug_enabled
 from builders.checks.tensors import check_expanded, check_latent_rows
-from builders.latent.prefill import PAGE, LatentPrefill, check_head_pair
+from builders.latent.prefill import PAGE, LatentContext, LatentPrefill, check_head_pair
 from builders.pages.paging import check_slots
 from specs.cache_write import CacheTarget, Rotation
 from specs.dtypes import CacheDType, DType
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from attn.kernels.dense.launcher import DenseLauncher
     from builders.base import AttentionMetadata
     from builders.dense.record import TritonAttentionMetadata
+    from builders.latent.prefill import PagedRows
 
 
 class LatentImpl(MLAAttentionImpl):
@@ -46,6 +49,10 @@ class LatentImpl(MLAAttentionImpl):
         if self.always_expands:
             check_head_pair(self.qk_head_dim, self.v_head_dim)
         self._expanded: DenseLauncher | None = None
+        self.all_gather: Callable[[torch.Tensor], torch.Tensor] | None = None
+        """Under DCP, puts the tensors of all ranks one behind another in their first dimension, in
+        the order of ranks. The engine sets it, since only the engine knows how ranks communicate.
+        """
 
     def do_kv_cache_update(
         self,
@@ -130,7 +137,9 @@ class LatentImpl(MLAAttentionImpl):
         """Compute prefill rows over keys and values that are expanded for every head.
 
         New tokens are expanded from ``kv_c_normed`` and ``k_pe``, the context from the cache, one
-        chunk at a time. The states of new tokens and of all chunks are merged.
+        chunk at a time. The states of new tokens and of all chunks are merged. Under DCP ranks
+        exchange the cached rows of every chunk by :attr:`all_gather`, so that all ranks must make
+        this call for the same step.
 
         Args:
             q: ``[T_prefill, H, P + r]``, nope then rope.
@@ -141,6 +150,10 @@ class LatentImpl(MLAAttentionImpl):
             k_scale: fp32 scalar of a per-tensor fp8 cache.
             output: ``[T_prefill, H * V]``, written in place.
             output_scale: fp32 scalar; ``output`` is then fp8.
+
+        Raises:
+            ValueError: a tensor does not fit; or ranks share the context, and :attr:`all_gather` is
+                not set.
         """
         check_scale(k_scale, self.cache_dtype)
         check_expanded(self, q, kv_c_normed, k_pe, output, prefill.num_tokens, output_scale)
@@ -157,15 +170,37 @@ class LatentImpl(MLAAttentionImpl):
         lses = q.new_empty((2, *rows.shape[:2]), dtype=torch.float32)
         launcher.attend(prefill.own, DenseTensors(q, own, states[0], scale, scale, lse=lses[0]))
         context, count = prefill.context, prefill.num_tokens
-        chunks = len(context.lens)
+        pieces = len(context.lens)
         keys = self._workspace(q, len(context.block_table) * context.span // PAGE, PAGE)
-        for chunk in range(chunks):
-            self._expand_context(kv_c_and_k_pe_cache, prefill, chunk, keys, k_scale)
-            step = context.step_over(chunk)
+        cache = kv_c_and_k_pe_cache
+        for piece in range(pieces):
+            if context.stripe is None:
+                paged = context.rows(piece)
+            else:
+                if piece % context.ranks == 0:
+                    cache = self._exchange(kv_c_and_k_pe_cache, context, piece)
+                paged = context.exchanged(piece)
+            self._expand_cached(cache, prefill, piece, paged, keys, k_scale)
+            step = context.step_over(piece)
             launcher.attend(step, DenseTensors(q, keys, states[1], scale, scale, lse=lses[1]))
-            if chunk + 1 < chunks:
+            if piece + 1 < pieces:
                 merge_states(states, lses, states[0], output_lse=lses[0], num_tokens=count)
         merge_states(states, lses, rows, output_scale=output_scale, num_tokens=count)
+
+    def _exchange(self, kv_cache: torch.Tensor, context: LatentContext, first: int) -> torch.Tensor:
+        """The cached rows of the chunk whose first piece is ``first``, of all ranks.
+
+        Returns:
+            ``[ranks * R' * C / PAGE, PAGE, row]``, see
+            :meth:`builders.latent.prefill.LatentContext.exchanged`.
+        """
+        if self.all_gather is None:
+            raise ValueError("all_gather must be set where ranks share the context of a prefill")
+        assert context.stripe is not None
+        own = context.rows(first + context.stripe.rank)
+        # Rows travel as bytes: not every way to communicate knows e4m3.
+        rows = gather_paged(kv_cache, own).view(torch.uint8)
+        return self.all_gather(rows.view(-1, PAGE, rows.shape[-1])).view(kv_cache.dtype)
 
     def attend_expanded(
         self,
@@ -191,19 +226,19 @@ class LatentImpl(MLAAttentionImpl):
         tensors = DenseTensors(q, keys, output, scale, scale, output_scale=output_scale)
         self._attender().attend(step, tensors)
 
-    def _expand_context(
+    def _expand_cached(
         self,
         kv_cache: torch.Tensor,
         prefill: LatentPrefill,
-        chunk: int,
+        piece: int,
+        paged: PagedRows,
         into: KVViews,
         k_scale: torch.Tensor,
     ) -> None:
-        """Expand the cached rows of a chunk of context; see :meth:`attend_prefill`."""
-        assert prefill.context is not None
+        """Expand the rows of a piece of context, which ``paged`` finds in ``kv_cache``."""
         fields = self._fields(kv_cache, self.cache_dtype, into.key.dtype)
         scale = k_scale if self.cache_dtype.is_quantized else None
-        self._expand(*fields, into, paged=prefill.context.rows(chunk), scale=scale)
+        self._expand(*fields, into, paged=paged, scale=scale)
 
     def _expand(self, latent: torch.Tensor, rope: torch.Tensor, into: KVViews, **rows: Any) -> None:
         """Expand latent rows into keys ``[S, H, P + r]`` and values ``[S, H, V]``."""

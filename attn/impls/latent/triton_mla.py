@@ -22,6 +22,8 @@ class TritonMLAImpl(LatentImpl):
     """Computes absorbed decode over the latent cache, and expanded prefill in chunks of context."""
 
     can_return_lse_for_decode = True
+    supports_dcp = True
+    supports_mtp_with_cp_non_trivial_interleave_size = True
     supports_sliding_window: ClassVar[bool] = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -53,9 +55,16 @@ class TritonMLAImpl(LatentImpl):
         attn_metadata: TritonMLAMetadata,
         layer: AttentionLayer,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute decode rows with absorbed queries; see the base class."""
-        query, rotary = latent_query(self, q)
-        step = attn_metadata.decode
+        """Compute decode rows with absorbed queries; see the base class.
+
+        Under DCP the queries have the heads of all ranks, and the result is attention over the keys
+        of this rank: zero with an LSE of ``-inf`` for tokens of which the rank keeps no key.
+        """
+        heads = self.num_heads * attn_metadata.group.ranks
+        query, rotary = latent_query(self, q, heads)
+        step, ranked = attn_metadata.decode, attn_metadata.ranked
+        if ranked is not None:
+            step = ranked.step
         out = query.new_empty((*query.shape[:2], self.kv_lora_rank))
         lse = query.new_empty(query.shape[:2], dtype=torch.float32)
         if step is None or _has_padding(query, attn_metadata.num_covered_tokens):
@@ -77,7 +86,7 @@ class TritonMLAImpl(LatentImpl):
         fields = self._fields(kv_c_and_k_pe_cache, self.cache_dtype, query.dtype)
         check_count("q", query, attn_metadata.num_covered_tokens)
         tensors = LatentTensors(query, rotary, *fields, out, lse, k_scale)
-        self._decoder().attend(step, tensors)
+        self._decoder(heads).attend(step, tensors)
         return out, lse
 
     def forward_mha(
@@ -146,8 +155,11 @@ class TritonMLAImpl(LatentImpl):
                     # are its strides.
                     absorbed = blank(self.num_heads, count, self.kv_lora_rank).transpose(0, 1)
                     rotary = query[..., self.qk_nope_head_dim :]
-                    self.forward_mqa((absorbed, rotary), kv_cache, record, layer)
+                    if record.ranked is None:
+                        self.forward_mqa((absorbed, rotary), kv_cache, record, layer)
                     whole = torch.cat([absorbed, rotary], dim=-1)
+                    # Under DCP an engine gathers whole queries of all ranks.
+                    whole = whole.repeat(1, record.group.ranks, 1)
                     self.forward_mqa(whole, kv_cache, record, layer)
                 output = blank(count, self.num_heads * self.v_head_dim).to(output_dtype)
                 self.forward_mha(
@@ -176,13 +188,13 @@ class TritonMLAImpl(LatentImpl):
                 f"the step is planned for a window of {group.window}, the layer's is {window}"
             )
 
-    def _decoder(self) -> LatentLauncher:
-        if self._latent is None:
+    def _decoder(self, heads: int) -> LatentLauncher:
+        if self._latent is None or self._latent.layer.num_heads != heads:
             from attn.kernels.latent.launcher import LatentLauncher, LatentLayer
 
             self._latent = LatentLauncher(
                 LatentLayer(
-                    num_heads=self.num_heads,
+                    num_heads=heads,
                     rank=self.kv_lora_rank,
                     rope_size=self.qk_rope_head_dim,
                     scale=self.scale,

@@ -32,8 +32,8 @@ class IndexInputs:
 
     query: torch.Tensor
     """``[T, Hi, Di]``, e4m3 (its scale is part of the weights) or a model dtype."""
-    key: torch.Tensor
-    """``[T, Di]``, this step's keys."""
+    key: torch.Tensor | None
+    """``[T, Di]``, this step's keys; None where they are in the cache already."""
     weights: torch.Tensor
     """``[T, Hi]`` fp32, the weight of each head's score."""
     kv_cache: torch.Tensor
@@ -74,7 +74,7 @@ class SparseIndexer:
         write_index_keys(k_index, kv_cache, slot_mapping)
 
     def forward(self, inputs: IndexInputs) -> torch.Tensor:
-        """Write this step's keys to the cache, then the list of each row.
+        """Write this step's keys to the cache, if they are given, then the list of each row.
 
         A list holds positions in the row's request, in ascending order; -1 fills its end. Among
         keys with equal logits, lower positions are taken first.
@@ -90,13 +90,15 @@ class SparseIndexer:
         record.check_cache(inputs.kv_cache.shape[1], inputs.kv_cache.dtype)
         debug_slots(record.slot_mapping, tokens)
         for name in ("query", "key", "weights"):
-            check_count(name, getattr(inputs, name), tokens)
+            if getattr(inputs, name) is not None:
+                check_count(name, getattr(inputs, name), tokens)
         if tokens > len(buffer):
             raise ValueError(
                 f"topk_indices_buffer must have a row for each of {tokens} tokens, got "
                 f"{len(buffer)}"
             )
-        self.do_kv_cache_update(inputs.key, inputs.kv_cache, record.slot_mapping)
+        if inputs.key is not None:
+            self.do_kv_cache_update(inputs.key, inputs.kv_cache, record.slot_mapping)
         for rows in (record.decode, record.prefill):
             for group in () if rows is None else rows.groups:
                 assert rows is not None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -206,6 +206,7 @@ class DenseBuilder:
     shares_prefix: bool
     label: str
     """Our name and vLLM's, for the log."""
+    phase_kernels: Mapping[str, str]
     step_limits: StepLimits
 
     def __init__(
@@ -250,7 +251,7 @@ class DenseBuilder:
         # vLLM's block tables are as wide as its longest sequence needs, but dummy batches before a
         # capture have longer lengths, so the table's width is not checked.
         self.step_limits = self.step_limits.without_table()
-        logger.info("%s", served_line(self.label, spec, heads, layer_names))
+        logger.info("%s", served_line(self.label, spec, heads, layer_names, self.phase_kernels))
         if device.type == "cuda":
             warm_up(self, layers, compat.features_of(vllm_config, kv_cache_spec))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attn.integrations.vllm import compat, settings
@@ -75,15 +75,31 @@ class _Reason(str):
     __hash__ = str.__hash__
 
 
-def served_line(label: str, spec: AnyKVCacheSpec, heads: int, layer_names: Sequence[str]) -> str:
-    """The log line at start-up that tells the backend and the cache of a group of layers."""
+def served_line(
+    label: str,
+    spec: AnyKVCacheSpec,
+    heads: int,
+    layer_names: Sequence[str],
+    kernels: Mapping[str, str] | None = None,
+) -> str:
+    """The log line at start-up: backend, cache and kernels of a group of layers.
+
+    Args:
+        label: our backend's name and vLLM's.
+        spec: our spec of the group's cache.
+        heads: query heads of this rank.
+        layer_names: layers of the group.
+        kernels: the builder's ``phase_kernels``.
+    """
     mask = {
         "sliding_window": getattr(spec, "sliding_window", None),
         "chunk": getattr(spec, "attention_chunk_size", None),
     }
-    masks = "".join(f", {label} {size}" for label, size in mask.items() if size is not None)
+    masks = "".join(f", {name} {size}" for name, size in mask.items() if size is not None)
+    named = ", ".join(f"{phase}: {kernel}" for phase, kernel in (kernels or {}).items())
     return (
         f"{label} serves {len(layer_names)} layers ({layer_names[0]}, ...): {spec.kind}, {heads} "
         f"query and {spec.num_kv_heads} KV heads of {spec.head_size}, "  # type: ignore[union-attr]
         f"{spec.dtype.value} over {spec.cache_dtype.value} KV in blocks of {spec.block_size}{masks}"
+        + (f"; {named}" if named else "")
     )

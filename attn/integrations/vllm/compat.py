@@ -207,3 +207,18 @@ def sends_short_prompts(vllm_config: Any) -> bool:
         and (not BACKENDS_SHAPE_CACHES or layer.prefill_backend is not None)
         for layer in layers
     )
+
+
+def indexer_topk_backend(vllm_config: Any) -> str:
+    """Kernel of vLLM's that is named for an indexer's lists; ``auto`` in 0.26, which has none."""
+    kernels = getattr(vllm_config, "kernel_config", None)
+    return str(getattr(kernels, "sparse_indexer_topk_backend", "auto"))
+
+
+def indexer_cache_dtype(vllm_config: Any) -> str:
+    """Type of the indexers' keys that the engine is set to; ``auto`` leaves it to the model."""
+    attention = vllm_config.attention_config
+    # 0.26 has both fields, and its sparse MLA layers know the first only.
+    if hasattr(attention, "use_fp4_indexer_cache"):
+        return "mxfp4" if attention.use_fp4_indexer_cache else "auto"
+    return str(attention.indexer_kv_dtype)

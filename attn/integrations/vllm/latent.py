@@ -6,7 +6,7 @@ prefill it expands latent rows with the up-projections that vLLM's layer keeps f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,15 @@ class LatentBackend(CommonBackend):
         if variables:
             reasons.append(f"quantised up-projections not supported ({', '.join(variables)})")
         return reasons
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """True where a row has the same bits in any batch, given how its prompt is cut into chunks.
+
+        vLLM's own latent backends declare batch invariance in the same sense. Prefix caching and
+        chunked prefill change the chunks of a prompt, and with them its bits.
+        """
+        return bool(cls.capabilities.row_bits)  # type: ignore[attr-defined]
 
     @classmethod
     def get_kv_cache_stride_order(
@@ -94,6 +103,7 @@ class LatentBuilder:
 
     label: str
     """Our name and vLLM's, for the log."""
+    phase_kernels: Mapping[str, str]
     step_limits: StepLimits
 
     def __init__(
@@ -135,7 +145,7 @@ class LatentBuilder:
         self.step_limits = self.step_limits.without_table()
         for layer in layers:
             layer.impl.vllm_layer = layer
-        logger.info("%s", served_line(self.label, spec, heads, layer_names))
+        logger.info("%s", served_line(self.label, spec, heads, layer_names, self.phase_kernels))
         if device.type == "cuda":
             features = compat.features_of(vllm_config, kv_cache_spec)
             warm_up(self, layers, features.output_quant)

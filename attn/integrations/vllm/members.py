@@ -2,7 +2,7 @@
 
 ``members.TRITON_ATTN`` adapts our TRITON_ATTN for vLLM's registry name ``TRITON_ATTN``, and
 ``members.CUSTOM_TRITON_ATTN`` adapts it for the name ``CUSTOM``. A class is made when it is first
-asked for.
+asked for. :mod:`attn.integrations.vllm.router` picks between the classes for ``CUSTOM``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,17 @@ def path_of(member: str, backend: str) -> str:
         member: the name in vLLM's registry: ``CUSTOM``, or the name of the backend itself.
         backend: our registry name.
     """
-    return f"{__name__}.{backend if member == backend else _PREFIX + backend}"
+    return f"{__name__}.{attribute_of(member, backend)}"
+
+
+def attribute_of(member: str, backend: str) -> str:
+    """Name of this module's attribute for one of our backends as a member of vLLM's registry.
+
+    Args:
+        member: the name in vLLM's registry: ``CUSTOM``, or the name of the backend itself.
+        backend: our registry name.
+    """
+    return backend if member == backend else _PREFIX + backend
 
 
 def __getattr__(name: str) -> Any:

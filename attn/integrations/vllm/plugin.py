@@ -6,7 +6,7 @@ import logging
 import re
 from typing import TYPE_CHECKING, Any, Final
 
-from attn.integrations.vllm import settings
+from attn.integrations.vllm import choice, settings
 from attn.integrations.vllm.settings import BACKEND_VARIABLE, OVERRIDE_VARIABLE
 
 if TYPE_CHECKING:
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 FIRST: Final = (0, 26)
 LAST: Final = (0, 33)
 """First and last version of vLLM that the plugin serves; it is tested with both."""
+
+ROUTER: Final = "attn.integrations.vllm.router"
+"""The module of the class behind ``CUSTOM`` on CUDA; it is imported when a layer is selected."""
 
 logger = logging.getLogger("vllm.attn_backends")
 
@@ -30,8 +33,9 @@ def register() -> None:
     says so.
 
     Raises:
-        ValueError: a variable names a backend or kernel that this library lacks, or a name that
-            vLLM's registry lacks; or a variable with our prefix is unknown.
+        ValueError: a variable names a backend or kernel that this library lacks, two backends for
+            one kind of layer, or a name that vLLM's registry lacks; or a variable with our prefix
+            is unknown.
     """
     import vllm
 
@@ -44,6 +48,9 @@ def register() -> None:
     settings.check()
     settings.pass_on()
     _put(*_wanted())
+    from attn.integrations.vllm.indexer_late import install_when_imported
+
+    install_when_imported()
 
 
 def is_served(version: str) -> bool:
@@ -52,33 +59,57 @@ def is_served(version: str) -> bool:
     return found is not None and FIRST <= (int(found[1]), int(found[2])) <= LAST
 
 
-def custom_path(kind: DeviceKind) -> str:
-    """Import path of the class that ``CUSTOM`` is on a kind of device; vLLM is not imported.
+def custom_paths(kind: DeviceKind) -> dict[str, str]:
+    """Import path of the class that ``CUSTOM`` is, by kind of layer; vLLM is not imported.
+
+    Args:
+        kind: kind of the device. On a CPU and on ROCm ``CUSTOM`` serves dense layers alone.
 
     Raises:
         ValueError: a variable names a backend or kernel that this library lacks.
     """
     from attn.integrations.vllm.members import CUSTOM, path_of
+    from specs.devices import DeviceKind
 
     settings.check()
-    named = settings.backend()
-    return path_of(CUSTOM, _dense(named, BACKEND_VARIABLE) if named else best_dense(kind))
+    names = choice.chosen(kind, is_routed=kind not in (DeviceKind.CPU, DeviceKind.ROCM))
+    return {layers.value: path_of(CUSTOM, name) for layers, name in names.items()}
 
 
 def _wanted() -> tuple[str, dict[str, str]]:
-    """Our backend for ``CUSTOM``, and the import path to register for each name of vLLM's."""
+    """Our backends for ``CUSTOM`` in words, and the import path for each name of vLLM's."""
+    from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     from attn.integrations.vllm.members import CUSTOM, path_of
 
-    named = settings.backend()
-    custom = _dense(named, BACKEND_VARIABLE) if named else _best()
-    wanted = {CUSTOM: path_of(CUSTOM, custom)}
+    # Only CUDA's selection asks the class behind a member which class shall serve a layer.
+    is_routed = current_platform.is_cuda()
+    names = choice.chosen(_device(), is_routed)
+    if is_routed:
+        words = ", ".join(f"{name} for {kind.value} layers" for kind, name in names.items())
+        wanted = {CUSTOM: f"{ROUTER}.{CUSTOM}"}
+    else:
+        (words,) = names.values()
+        wanted = {CUSTOM: path_of(CUSTOM, words)}
     for name in settings.overrides():
         if name not in AttentionBackendEnum.__members__:
-            raise ValueError(f"{OVERRIDE_VARIABLE} must name members of vLLM's, got {name!r}")
-        wanted[name] = path_of(name, _known(name, OVERRIDE_VARIABLE))
-    return custom, wanted
+            raise ValueError(_no_member(name))
+        wanted[name] = path_of(name, choice.known(name, OVERRIDE_VARIABLE))
+    return words, wanted
+
+
+def _no_member(name: str) -> str:
+    """The error about a name to override that vLLM's registry lacks."""
+    from attn.registry import AttentionBackendEnum
+
+    message = f"{OVERRIDE_VARIABLE} must name members of vLLM's, got {name!r}"
+    if name not in AttentionBackendEnum:
+        return message
+    return (
+        f"{message}: vLLM has no backend of this name to replace; set {BACKEND_VARIABLE}={name} "
+        "and serve with --attention-backend CUSTOM"
+    )
 
 
 def _put(custom: str, wanted: dict[str, str]) -> None:
@@ -121,68 +152,18 @@ def _of_others(member: Any) -> str | None:
     """Import path of a backend in vLLM's registry if another plugin replaced it, else None."""
     from attn.integrations.vllm import members
 
-    if not member.is_overridden() or member.get_path(include_classname=False) == members.__name__:
+    ours = members.__name__, ROUTER
+    if not member.is_overridden() or member.get_path(include_classname=False) in ours:
         return None
     return str(member.get_path())
 
 
-def _known(name: str, variable: str) -> str:
-    """Our registry's spelling of ``name``; an error names the variable."""
-    from attn.errors import BackendPackageError
-    from attn.registry import AttentionBackendEnum
-
-    try:
-        member = AttentionBackendEnum[name]
-    except BackendPackageError as error:
-        raise ValueError(f"{variable}={name}: {error}") from error
-    except KeyError:
-        names = ", ".join(member.name for member in AttentionBackendEnum)
-        raise ValueError(f"{variable} must name one of {names}, got {name!r}") from None
-    missing = member.missing()
-    if missing:
-        raise ValueError(f"{variable}={name} needs {', '.join(missing)}, which is not installed")
-    return member.name
-
-
-def _dense(name: str, variable: str) -> str:
-    """Our registry's spelling of ``name``, which must be a backend of dense layers."""
-    from attn.registry import AttentionBackendEnum
-    from attn.selector import import_problem
-
-    member: Any = AttentionBackendEnum[_known(name, variable)]
-    problem = import_problem(member)
-    if problem is not None:
-        raise ValueError(f"{variable}={name} {problem}")
-    if member.get_class().is_mla():
-        raise ValueError(f"{variable} must name a backend of dense layers, got {name!r}")
-    return str(member.name)
-
-
-def _best() -> str:
-    """Our best-ranked dense backend on the device that vLLM runs on."""
+def _device() -> DeviceKind:
+    """The kind of device that vLLM runs on."""
     from vllm.platforms import current_platform
 
-    from attn.integrations.vllm.translate import device_kind
     from specs.devices import DeviceKind
 
-    kind = DeviceKind.ROCM
-    if not current_platform.is_rocm():
-        # A GPU that no backend serves must not keep vLLM from starting: CUSTOM refuses it later.
-        kind = device_kind(current_platform.get_device_capability()) or DeviceKind.CPU
-    return best_dense(kind)
-
-
-def best_dense(kind: DeviceKind) -> str:
-    """Our best-ranked dense backend on a kind of device; vLLM is not imported."""
-    from attn.registry import AttentionBackendEnum
-    from attn.selector import import_problem, is_withheld, ranked
-
-    names = [name for name in ranked(kind) if not is_withheld(name, kind)]
-    for name in names:
-        member = AttentionBackendEnum[name]
-        if member.missing() or import_problem(member) is not None:
-            continue
-        if not member.get_class().is_mla():
-            return name
-    # Every backend lacks packages. CUSTOM reports that where it is asked for; without it vLLM runs.
-    return names[0]
+    if current_platform.is_rocm():
+        return DeviceKind.ROCM
+    return choice.device_of(current_platform.get_device_capability())

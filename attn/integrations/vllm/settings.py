@@ -9,8 +9,9 @@ from specs.engine import DecodeKernel, Kernels, PrefillKernel
 
 PREFIX: Final = "ATTN_VLLM_"
 BACKEND_VARIABLE: Final = "ATTN_VLLM_BACKEND"
-"""Our backend, or one of another package, for ``--attention-backend CUSTOM``; unset means the best
-one for the device."""
+"""Our backends, or other packages', for ``--attention-backend CUSTOM``, separated by commas: at
+most one for each kind of layer (dense, latent, sparse). A kind without gets the best for the
+device."""
 OVERRIDE_VARIABLE: Final = "ATTN_VLLM_OVERRIDE"
 """Names in vLLM's registry, separated by commas, that our backends of the same name replace."""
 PREFILL_VARIABLE: Final = "ATTN_VLLM_PREFILL_KERNEL"
@@ -38,14 +39,18 @@ def check() -> None:
     decode_kernel()
 
 
-def backend() -> str | None:
-    """Name of our backend for ``CUSTOM``; None means the best one for the device."""
-    return os.environ.get(BACKEND_VARIABLE) or None
+def backends() -> list[str]:
+    """Names of our backends for ``CUSTOM``; the best for the device stand for kinds without."""
+    return _listed(BACKEND_VARIABLE)
 
 
 def overrides() -> list[str]:
     """Names in vLLM's registry that our backends shall replace."""
-    names = os.environ.get(OVERRIDE_VARIABLE, "").split(",")
+    return _listed(OVERRIDE_VARIABLE)
+
+
+def _listed(variable: str) -> list[str]:
+    names = os.environ.get(variable, "").split(",")
     return [name.strip() for name in names if name.strip()]
 
 

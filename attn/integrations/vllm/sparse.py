@@ -116,12 +116,17 @@ class SparseImpl(LatentImpl):
             **extras: the other arguments that MLA impls take.
 
         Raises:
-            ValueError: more heads than a kernel takes, or neither an indexer with a buffer nor a
-                buffer.
+            ValueError: more heads than a kernel takes; neither an indexer with a buffer nor a
+                buffer; or an indexer that our kernels do not serve.
         """
         if num_heads > MOST_HEADS:
             raise ValueError(f"num_heads must be 1 to {MOST_HEADS} per rank, got {num_heads}")
         lists = _SharedLists(topk_indices_buffer) if indexer is None else indexer
+        if hasattr(indexer, "indexer_op"):
+            # The op's module is large, and only layers with an indexer of vLLM's need it.
+            from attn.integrations.vllm.indexer import adopt
+
+            adopt(indexer)
         ours: Any = super()
         ours.__init__(num_heads, *args, indexer=lists, **extras)
 

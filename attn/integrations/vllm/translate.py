@@ -1,4 +1,4 @@
-"""Translation of vLLM's configuration, KV cache specs and devices to ours, field by field."""
+"""Translation of vLLM's configuration and KV cache specs to ours, field by field."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from vllm.v1 import kv_cache_interface as vllm_specs
 from attn.integrations.vllm import compat, settings
 from attn.reference.dense import AttentionRules
 from specs.base import cdiv
-from specs.devices import ComputeCapability, DeviceKind, kind_of
 from specs.dtypes import CacheDType, DType
 from specs.engine import EngineConfig, Kernels, ParallelConfig, SpeculativeConfig
 from specs.kv_cache import (
@@ -31,17 +30,6 @@ _QUANT_MODES = {
     "FP8_PER_TOKEN_HEAD": CacheDType.FP8_PER_TOKEN_HEAD,
     "INT4_PER_TOKEN_HEAD": CacheDType.INT4_PER_TOKEN_HEAD,
 }
-
-
-def device_kind(capability: Any) -> DeviceKind | None:
-    """Kind of the device with vLLM's compute capability ``capability``, which is None for a CPU.
-
-    Returns:
-        None for a capability that no kind has.
-    """
-    if capability is None:
-        return DeviceKind.CPU
-    return kind_of(ComputeCapability.model_validate(capability))
 
 
 def cache_dtype(spec: Any, cache_config_dtype: str, model_dtype: torch.dtype) -> CacheDType:

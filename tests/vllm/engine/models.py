@@ -6,16 +6,20 @@ position to position. With vLLM's own dummy weights every backend answers the sa
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-VOCAB = 256
+from tests.vllm.engine import latent
+
+VOCAB = latent.VOCAB
 MAX_LEN = 1024
 PROMPT_LENS = (1, 7, 16, 17, 65, 190, 420)
 """Prompt lengths below and above the limit of the split-KV kernel, the windows and a page."""
@@ -234,34 +238,57 @@ def _weight(name: str, weight: Tensor, noise: Tensor, hidden: int, tied: bool) -
     return noise * gain / fan_in**0.5
 
 
-def make_model(name: str, folder: Path) -> None:
-    """Save a model of ``CONFIGS`` with random weights in bf16."""
+def make_model(name: str, folder: Path, seed: int = 0) -> None:
+    """Save a model with random weights in bf16, unless the folder is there.
+
+    Args:
+        name: a name of ``CONFIGS``, or of :data:`tests.vllm.engine.latent.CONFIGS`.
+        folder: the model's folder, which appears when it is complete: several runs may ask at once.
+        seed: seed of the weights.
+    """
+    if folder.exists():
+        return
+    with tempfile.TemporaryDirectory(dir=folder.parent) as parent:
+        made = Path(parent) / "model"
+        _save(name, made, seed)
+        # Another run may have been faster.
+        with contextlib.suppress(OSError):
+            made.rename(folder)
+
+
+def _save(name: str, folder: Path, seed: int) -> None:
+    if name in latent.CONFIGS:
+        latent.save_model(name, folder, seed)
+        save_tokenizer(folder)
+        return
     from transformers import AutoModel, AutoModelForCausalLM
 
     factory = AutoModel if name == ENCODER else AutoModelForCausalLM
     model = factory.from_config(CONFIGS[name]())
-    fill(model, tied=name.startswith("gemma"))
+    fill(model, tied=name.startswith("gemma"), seed=seed)
     model.to(torch.bfloat16).save_pretrained(folder)
     if name == ENCODER:
-        _save_tokenizer(folder)
+        save_tokenizer(folder)
 
 
-def _save_tokenizer(folder: Path) -> None:
-    """Save a tokenizer that is never used: vLLM serves no encoder without one."""
+def save_tokenizer(folder: Path) -> None:
+    """Save a tokenizer of words ``t0``, ``t1``, ...: vLLM serves no encoder without one."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
     from transformers import PreTrainedTokenizerFast
 
     words = Tokenizer(WordLevel({f"t{number}": number for number in range(VOCAB)}, unk_token="t0"))
+    words.pre_tokenizer = WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0", pad_token="t0")
     tokenizer.save_pretrained(folder)
 
 
-def prompts_of(seed: int = 0) -> list[list[int]]:
+def prompts_of(seed: int = 0, lens: Sequence[int] = PROMPT_LENS) -> list[list[int]]:
     """Random tokens; the second half of a longer prompt repeats its first, for n-grams."""
     draw = random.Random(seed)
     prompts = []
-    for length in PROMPT_LENS:
+    for length in lens:
         half = length if length < 64 else (length + 1) // 2
         tokens = [draw.randrange(VOCAB) for _ in range(half)]
         prompts.append((tokens + tokens)[:length])

@@ -23,9 +23,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from tests.vllm.engine.models import ENCODER, MAX_LEN, VOCAB, make_model, prompts_of
+from tests.vllm.engine import latent
+from tests.vllm.engine.latent import Lists, Oracle
+from tests.vllm.engine.models import (
+    ENCODER,
+    MAX_LEN,
+    PROMPT_LENS,
+    VOCAB,
+    make_model,
+    prompts_of,
+)
 
 OUTPUT_LEN = 24
+WORKER = "tests.vllm.engine.recorder.RecordingWorker"
+"""vLLM's worker in latent engines."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +55,19 @@ class Run:
     """Score the prompts' positions too; vLLM then reads nothing from its prefix cache."""
     calls: int = 1
     """Times that the same prompts are run; the last is scored."""
+    prompt_lens: tuple[int, ...] = PROMPT_LENS
+    reloads: bool = False
+    """Start with other weights, run once, and load the model's weights into the running engine."""
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether the reference is the oracle of :mod:`tests.vllm.engine.latent`."""
+        return self.model in latent.CONFIGS
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether the engine has workers in processes of their own, on several GPUs."""
+        return int(self.options.get("tensor_parallel_size", 1)) > 1
 
 
 @dataclass(frozen=True)
@@ -89,6 +113,15 @@ class Result:
     """Module of vLLM's model runner."""
     graphs: str
     """CUDA graph mode that vLLM settled on."""
+    preemptions: int = 0
+    """Requests that gave up their blocks and were computed again."""
+    lists: Lists | None = None
+    """What is wrong with the lists of keys that the indexers wrote; None without indexers."""
+    plain_prompt: Error | None = None
+    """Errors of the oracle's own run in bf16, which rounds keys as the cache does."""
+    plain_generated: Error | None = None
+    parallel: tuple[int, int] = (1, 1)
+    """Ranks of tensor parallelism, and of decode context parallelism."""
 
 
 # -- The engine.
@@ -159,6 +192,12 @@ def make_engine(run: Run) -> Any:
         from vllm.model_executor.models import gpt_oss
 
         gpt_oss.TransformerBlock.mlp_cls = PlainExperts
+    folder = other_weights_of(run) if run.reloads else run.folder
+    return LLM(model=folder, attention_backend=run.backend, **options_of(run))
+
+
+def options_of(run: Run) -> dict[str, Any]:
+    """Arguments of ``vllm.LLM`` but for the model and the backend."""
     options: dict[str, Any] = {
         "skip_tokenizer_init": True,
         "dtype": "bfloat16",
@@ -172,6 +211,10 @@ def make_engine(run: Run) -> Any:
         "disable_log_stats": False,
         "seed": 0,
     }
+    if run.is_latent:
+        options["worker_cls"] = WORKER
+    if run.is_spread:
+        options["distributed_executor_backend"] = "mp"
     if run.model == ENCODER:
         from vllm.config import PoolerConfig
 
@@ -180,7 +223,12 @@ def make_engine(run: Run) -> Any:
             pooler_config=PoolerConfig(task="token_embed"),
             skip_tokenizer_init=False,
         )
-    return LLM(model=run.folder, attention_backend=run.backend, **{**options, **run.options})
+    return {**options, **run.options}
+
+
+def other_weights_of(run: Run) -> str:
+    """Folder of the run's model with other weights."""
+    return f"{run.folder}-other"
 
 
 def _insides_of(worker: Any) -> dict[str, Any]:
@@ -197,13 +245,21 @@ def _insides_of(worker: Any) -> dict[str, Any]:
         ],
         "runner": type(runner).__module__,
         "graphs": compilation.cudagraph_mode.name,
+        "parallel": (
+            worker.vllm_config.parallel_config.tensor_parallel_size,
+            worker.vllm_config.parallel_config.decode_context_parallel_size,
+        ),
     }
 
 
-def _recorded(call: Callable[[], Any]) -> tuple[Any, list[str]]:
-    """The result of a call, and the names of the kernels that it ran on the GPU."""
+def _recorded(llm: Any, run: Run, call: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """The result of a call, and the names of the kernels that it ran on the first GPU."""
     if not torch.cuda.is_available():
         return call(), []
+    if run.is_spread:
+        llm.collective_rpc("begin_kernels")
+        returned = call()
+        return returned, llm.collective_rpc("end_kernels")[0]
     activity = torch.profiler.ProfilerActivity.CUDA
     with torch.profiler.profile(activities=[activity]) as profile:
         returned = call()
@@ -227,12 +283,17 @@ def _generate(llm: Any, run: Run, prompts: Sequence[Sequence[int]]) -> Any:
     return llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
 
 
-def _drafts(llm: Any) -> int:
-    """Speculated tokens so far, by the engine's own count."""
+def _counted(llm: Any) -> dict[str, int]:
+    """The fields of a result that the engine itself counts."""
+    names = {
+        "vllm:spec_decode_num_draft_tokens": "drafts",
+        "vllm:num_preemptions": "preemptions",
+    }
+    found = dict.fromkeys(names.values(), 0)
     for metric in llm.get_metrics():
-        if metric.name == "vllm:spec_decode_num_draft_tokens":
-            return int(metric.value)
-    return 0
+        if metric.name in names:
+            found[names[metric.name]] = int(metric.value)
+    return found
 
 
 # -- Scores.
@@ -307,11 +368,69 @@ def _error(
     )
 
 
-def _scored(run: Run, prompts: Sequence[list[int]], outputs: Any) -> dict[str, Any]:
-    """The fields of a result that come from a decoder's answers."""
+def lists_of(path: Path, sequences: Sequence[list[int]], prompts: Sequence[list[int]]) -> list[Any]:
+    """The recorded lists of each sequence, ``{layer: [T, index_topk]}``; None without indexers.
+
+    The last token of a sequence was never an input, so that it has no list: it gets an empty one,
+    and nothing depends on it.
+
+    Raises:
+        ValueError: a token's list is missing.
+    """
+    kept = torch.load(path, weights_only=True)
+    if not kept:
+        return [None] * len(sequences)
+    found = []
+    for sequence, prompt in zip(sequences, prompts, strict=True):
+        layers = {}
+        for layer, rows in kept[tuple(prompt)].items():
+            lists = rows[: len(sequence)].clone()
+            lists[-1] = -1
+            if (lists == -2).any():
+                first = int((lists == -2).any(-1).int().argmax())
+                raise ValueError(f"layer {layer} must list keys of token {first}, and does not")
+            layers[layer] = lists
+        found.append(layers)
+    return found
+
+
+def _judged_by_oracle(
+    run: Run, path: Path, prompts: Sequence[list[int]], sequences: Sequence[list[int]]
+) -> tuple[list[Tensor], list[Tensor], Lists | None]:
+    """Logits in float32, logits of a plain run in bf16, and what is wrong with the lists."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.backends.cuda.matmul.allow_tf32 = False
+    lists = lists_of(path, sequences, prompts)
+    cache = str(run.options.get("kv_cache_dtype", "auto"))
+    exact = Oracle(Path(run.folder), torch.float32, "auto", device)
+    plain = Oracle(Path(run.folder), torch.bfloat16, cache, device)
+    answers, others, faults = [], [], []
+    for sequence, listed in zip(sequences, lists, strict=True):
+        # The last token's answer is not scored, and it has no list.
+        kept = None if listed is None else {layer: rows[:-1] for layer, rows in listed.items()}
+        logits, part = exact.answer(sequence[:-1], kept)
+        answers.append(_with_one_more(logits))
+        others.append(_with_one_more(plain.answer(sequence[:-1], kept)[0]))
+        faults.append(part)
+    return answers, others, None if lists[0] is None else Lists.merged(faults)
+
+
+def _with_one_more(logits: Tensor) -> Tensor:
+    """Logits in float64 on the host, with a row more for the last token."""
+    found = logits.double().cpu()
+    return torch.cat([found, found[-1:]])
+
+
+def _scored(run: Run, prompts: Sequence[list[int]], outputs: Any, path: Path) -> dict[str, Any]:
+    """The fields of a result that come from a decoder's answers; ``path`` holds the lists."""
     tokens = [list(output.outputs[0].token_ids) for output in outputs]
     sequences = [prompt + new for prompt, new in zip(prompts, tokens, strict=True)]
-    answers = reference_of(run, sequences)
+    others: list[Tensor] = []
+    lists = None
+    if run.is_latent:
+        answers, others, lists = _judged_by_oracle(run, path, prompts, sequences)
+    else:
+        answers = reference_of(run, sequences)
     found, expected, gaps = [], [], []
     for prompt, output, answer in zip(prompts, outputs, answers, strict=True):
         found.append(table_of(output.outputs[0].logprobs))
@@ -324,53 +443,86 @@ def _scored(run: Run, prompts: Sequence[list[int]], outputs: Any) -> dict[str, A
         "generated": logprob_error(torch.cat(found), torch.cat(expected)),
         "prompt": None,
         "cached_tokens": [output.num_cached_tokens or 0 for output in outputs],
+        "lists": lists,
     }
+    for name, ends in (("plain_prompt", False), ("plain_generated", True)):
+        if others:
+            rows = [
+                (other[len(prompt) - 1 : -1], answer[len(prompt) - 1 : -1])
+                if ends
+                else (other[: len(prompt) - 1], answer[: len(prompt) - 1])
+                for prompt, other, answer in zip(prompts, others, answers, strict=True)
+            ]
+            mine, exact = (torch.cat(parts) for parts in zip(*rows, strict=True))
+            fields[name] = logprob_error(mine.log_softmax(-1), exact)
     if run.prompt_logprobs:
         # The first token has no prefix, and hence no entry.
-        rows = [row for output in outputs for row in output.prompt_logprobs[1:]]
+        found_rows = [row for output in outputs for row in output.prompt_logprobs[1:]]
         known = [answer[: len(prompt) - 1] for prompt, answer in zip(prompts, answers, strict=True)]
-        fields["prompt"] = logprob_error(table_of(rows), torch.cat(known))
+        fields["prompt"] = logprob_error(table_of(found_rows), torch.cat(known))
     return fields
 
 
-def perform(run: Run) -> Result:
-    """Make the model if it is missing, run it, and score the run."""
-    folder = Path(run.folder)
-    if not (folder / "config.json").exists():
-        make_model(run.model, folder)
-    prompts = prompts_of()
+def perform(run: Run, lists: Path) -> Result:
+    """Make the model if it is missing, run it, and score the run.
+
+    Args:
+        run: the run's settings.
+        lists: file that the recorded lists of keys are written to.
+    """
+    make_model(run.model, Path(run.folder))
+    if run.reloads:
+        make_model(run.model, Path(other_weights_of(run)), seed=1)
+    prompts = prompts_of(lens=run.prompt_lens)
     llm = make_engine(run)
     insides = llm.collective_rpc(_insides_of)[0]
     if run.model == ENCODER:
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         outputs, kernels = _recorded(
-            lambda: llm.encode(inputs, pooling_task="token_embed", use_tqdm=False)
+            llm, run, lambda: llm.encode(inputs, pooling_task="token_embed", use_tqdm=False)
         )
         states = torch.cat([output.outputs.data for output in outputs]).double().cpu()
         error = state_error(states, torch.cat(reference_of(run, prompts)))
         fields = {"tokens": [], "gaps": [], "prompt": error, "generated": None, "cached_tokens": []}
         return Result(kernels=kernels, drafts=0, **fields, **insides)
+    if run.reloads:
+        _generate(llm, run, prompts)
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": run.folder})
     for _ in range(run.calls - 1):
         _generate(llm, run, prompts)
-    outputs, kernels = _recorded(lambda: _generate(llm, run, prompts))
-    scores = _scored(run, prompts, outputs)
-    return Result(kernels=kernels, drafts=_drafts(llm), **scores, **insides)
+    outputs, kernels = _recorded(llm, run, lambda: _generate(llm, run, prompts))
+    if run.is_latent:
+        llm.collective_rpc("write_lists", args=(str(lists),))
+    scores = _scored(run, prompts, outputs, lists)
+    return Result(kernels=kernels, **_counted(llm), **scores, **insides)
+
+
+def run_of(text: str) -> Run:
+    """A run in the form that the tests write."""
+    fields = json.loads(text)
+    return Run(**{**fields, "prompt_lens": tuple(fields["prompt_lens"])})
 
 
 def result_of(text: str) -> Result:
     """A result in the form that the worker writes."""
     fields = json.loads(text)
-    for name in ("prompt", "generated"):
+    for name in ("prompt", "generated", "plain_prompt", "plain_generated"):
         fields[name] = None if fields[name] is None else Error(**fields[name])
+    fields["lists"] = None if fields["lists"] is None else Lists(**fields["lists"])
     return Result(**fields)
 
 
 def main(arguments: Sequence[str]) -> None:
     """Read the run, perform it, and write the result."""
     source, target = map(Path, arguments)
-    # The engine core has to be in this process, where the layers can be reached.
+    # The engine core has to be in this process, where the layers can be reached. Workers on several
+    # GPUs have processes of their own, to which functions are sent.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    result = perform(Run(**json.loads(source.read_text(encoding="utf-8"))))
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    result = perform(
+        run_of(source.read_text(encoding="utf-8")), target.with_name(f"{target.stem}-lists.pt")
+    )
     target.write_text(json.dumps(asdict(result)), encoding="utf-8")
 
 

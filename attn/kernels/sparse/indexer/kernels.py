@@ -15,18 +15,23 @@ from attn.kernels.lang.numerics import (
     row_absmax,
     to_float32,
 )
+from specs.rows import INDEXER_LEAST
 
 _DIGIT = tl.constexpr(256)
+_LEAST = tl.constexpr(INDEXER_LEAST)
 
 
 @triton.jit
 def _power_of_two_scale(absmax):
-    """Smallest power of two that, as a divisor, brings ``absmax`` to 448 or less; 1 for zero."""
-    bits = divide(clamp_to(absmax, FLOAT32_MAX), absmax * 0 + E4M3_MAX).to(tl.int32, bitcast=True)
-    # Round up to a power of two that is neither subnormal nor infinite.
+    """Smallest power of two that, as a divisor, brings ``absmax`` to 448 or less.
+
+    A smaller ``absmax`` than 1e-4 counts as 1e-4.
+    """
+    bounded = tl.maximum(clamp_to(absmax, FLOAT32_MAX), _LEAST)
+    bits = divide(bounded, tl.zeros_like(bounded) + E4M3_MAX).to(tl.int32, bitcast=True)
+    # Round up to a power of two.
     exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)
-    exponent = tl.minimum(tl.maximum(exponent, 1), 254)
-    return tl.where(absmax == 0, 1.0, (exponent << 23).to(tl.float32, bitcast=True))
+    return (exponent << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots_ptr"])

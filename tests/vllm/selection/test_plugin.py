@@ -25,7 +25,7 @@ from attn.integrations.vllm import members
 from attn.registry import AttentionBackendEnum as OurEnum
 
 DENSE = ("TORCH_REF", "TRITON_ATTN")
-EXAMPLE = Path(__file__).parents[2] / "docs/examples/vllm_offline.py"
+EXAMPLE = Path(__file__).parents[3] / "docs/examples/vllm_offline.py"
 LOGGER = logging.getLogger("vllm.attn_backends")
 
 
@@ -79,25 +79,46 @@ def test_registering_again_changes_nothing(plugin: Any, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("capability", "expected"),
     [
-        ((8, 0), "TRITON_ATTN"),
-        ((9, 0), "TRITON_ATTN"),
-        ((10, 0), "TRITON_ATTN"),
-        ((7, 5), "TORCH_REF"),
-        (None, "TORCH_REF"),
+        ((8, 0), ["TRITON_ATTN", "TRITON_MLA", "SPARSE_MLA"]),
+        ((9, 0), ["TRITON_ATTN", "TRITON_MLA", "SPARSE_MLA"]),
+        ((10, 0), ["TRITON_ATTN", "TRITON_MLA", "SPARSE_MLA"]),
+        ((7, 5), ["TORCH_REF", "TORCH_REF_MLA", "TORCH_REF_SPARSE_MLA"]),
     ],
 )
-def test_the_device_decides_what_custom_is(
-    plugin: Any, cuda: Any, capability: tuple[int, int] | None, expected: str
+def test_on_cuda_custom_is_the_router_and_the_log_names_its_backends(
+    plugin: Any,
+    cuda: Any,
+    caplog: pytest.LogCaptureFixture,
+    capability: tuple[int, int],
+    expected: list[str],
 ) -> None:
-    if capability is None:
-        import vllm.platforms
-        from vllm.platforms.interface import UnspecifiedPlatform
+    cuda(*capability)
+    with logged(caplog) as lines:
+        plugin.register()
+    custom = AttentionBackendEnum.CUSTOM
+    assert custom.get_path() == "attn.integrations.vllm.router.CUSTOM"
+    # Before any selection it answers as the class for dense layers.
+    assert ".".join(custom.get_class().full_cls_name()) == members.path_of("CUSTOM", expected[0])
+    kinds = zip(expected, ("dense", "latent", "sparse"), strict=True)
+    served = ", ".join(f"{name} for {kind} layers" for name, kind in kinds)
+    assert lines() == [f"attn-backends: CUSTOM is {served}; replaced by ours: none"]
 
-        vllm.platforms._current_platform = UnspecifiedPlatform()
-    else:
-        cuda(*capability)
+
+def test_without_cuda_custom_is_one_class_for_dense_layers(
+    plugin: Any, cuda: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import vllm.platforms
+    from vllm.platforms.interface import UnspecifiedPlatform
+
+    vllm.platforms._current_platform = UnspecifiedPlatform()
     plugin.register()
-    assert AttentionBackendEnum.CUSTOM.get_path() == members.path_of("CUSTOM", expected)
+    assert AttentionBackendEnum.CUSTOM.get_path() == members.path_of("CUSTOM", "TORCH_REF")
+    monkeypatch.setattr(UnspecifiedPlatform, "is_rocm", lambda platform: True)
+    plugin.register()
+    assert AttentionBackendEnum.CUSTOM.get_path() == members.path_of("CUSTOM", "TRITON_ATTN")
+    monkeypatch.setenv("ATTN_VLLM_BACKEND", "TRITON_MLA")
+    with pytest.raises(ValueError, match="dense layers on this platform, got TRITON_MLA"):
+        plugin.register()
 
 
 def test_overrides_replace_members_and_are_taken_back(
@@ -117,9 +138,18 @@ def test_overrides_replace_members_and_are_taken_back(
     ("variable", "value", "words"),
     [
         ("ATTN_VLLM_BACKEND", "FASTEST", ["ATTN_VLLM_BACKEND", "FASTEST", "TRITON_ATTN"]),
-        ("ATTN_VLLM_BACKEND", "TORCH_REF_MLA", ["ATTN_VLLM_BACKEND", "dense", "TORCH_REF_MLA"]),
+        (
+            "ATTN_VLLM_BACKEND",
+            "TRITON_MLA, TRITON_ATTN, TORCH_REF_MLA",
+            ["at most one backend", "TRITON_MLA and TORCH_REF_MLA", "latent layers"],
+        ),
         ("ATTN_VLLM_OVERRIDE", "TRITON_ATTN,NONE_SUCH", ["ATTN_VLLM_OVERRIDE", "NONE_SUCH"]),
         ("ATTN_VLLM_OVERRIDE", "FLEX_ATTENTION", ["FLEX_ATTENTION", "TORCH_REF"]),
+        (
+            "ATTN_VLLM_OVERRIDE",
+            "SPARSE_MLA",
+            ["got 'SPARSE_MLA'", "ATTN_VLLM_BACKEND=SPARSE_MLA", "--attention-backend CUSTOM"],
+        ),
         ("ATTN_VLLM_PREFILL_KERNEL", "cutlass", ["ATTN_VLLM_PREFILL_KERNEL", "hopper", "cutlass"]),
         ("ATTN_VLLM_DECODE_KERNEL", "Hopper", ["ATTN_VLLM_DECODE_KERNEL", "hopper", "'Hopper'"]),
         ("ATTN_VLLM_DECODE_KERNELS", "auto", ["ATTN_VLLM_BACKEND", "got ATTN_VLLM_DECODE_KERNELS"]),
@@ -231,17 +261,27 @@ def test_ray_workers_get_our_variables(plugin: Any, monkeypatch: pytest.MonkeyPa
     assert "ATTN_VLLM_OVERRIDE" not in get_env_vars_to_copy()
 
 
-def test_registering_imports_no_kernel_and_no_backend_of_vllms() -> None:
+@pytest.mark.parametrize("named", ["", "TRITON_ATTN,SPARSE_MLA"])
+@pytest.mark.parametrize("is_cuda", [True, False])
+def test_registering_imports_no_kernel_and_no_backend_of_vllms(named: str, is_cuda: bool) -> None:
     code = (
-        "import sys, vllm; before = set(sys.modules);"
+        "import sys, vllm, vllm.platforms.interface as p;"
+        f"p.Platform.is_cuda = lambda platform: {is_cuda};"
+        f"p.Platform.get_device_capability = lambda *_: p.DeviceCapability(9, 0) if {is_cuda} "
+        "else None;"
+        "before = set(sys.modules);"
         "from attn.integrations.vllm.plugin import register; register();"
-        "print(*(set(sys.modules) - before))"
+        "from vllm.v1.attention.backends.registry import AttentionBackendEnum as E;"
+        "print(E.CUSTOM.get_path()); print(*(set(sys.modules) - before))"
     )
-    environment = {**os.environ, "ATTN_VLLM_BACKEND": "TRITON_ATTN"}
+    named = named if is_cuda else named.partition(",")[0]
+    environment = {**os.environ, "ATTN_VLLM_BACKEND": named}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
-    found = set(done.stdout.splitlines()[-1].split())
+    *_, path, modules = done.stdout.splitlines()
+    assert path.endswith("router.CUSTOM") == is_cuda
+    found = set(modules.split())
     assert "attn.integrations.vllm.plugin" in found
     heavy = ("attn.kernels", "attn.integrations.vllm.adapter", "flashinfer", "triton.language")
     assert [name for name in found if name.startswith(heavy)] == []

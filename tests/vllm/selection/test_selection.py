@@ -15,8 +15,10 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import get_attn_backend
 
 from attn.errors import MissingDependencyError
-from attn.integrations.vllm import members
+from attn.integrations.vllm import choice, members
+from attn.integrations.vllm.choice import LayerKind
 from attn.registry import RegisteredBackend
+from specs.devices import DeviceKind
 from specs.layouts import KVPacking
 
 SERVED: dict[str, dict[str, Any]] = {
@@ -42,7 +44,6 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "head size 20": ({"head_size": 20}, ["head_size", "got 20", "multiples of 8 from 32 to 512"]),
     "head size 576": ({"head_size": 576}, ["head_size", "multiples of 8 from 32 to 512"]),
     "nvfp4": ({"kv_cache_dtype": "nvfp4"}, ["kv_cache_dtype", "fp8_e5m2"]),
-    "mla": ({"use_mla": True, "head_size": 576}, ["MLA not supported", "head_size"]),
     "sparse": ({"use_sparse": True}, ["sparse not supported"]),
     "fp64": ({"dtype": torch.float64}, ["dtype", "bfloat16"]),
 }
@@ -56,7 +57,7 @@ def asked(**changes: Any) -> dict[str, Any]:
 def ours(plugin: Any, cuda: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("ATTN_VLLM_BACKEND", "TRITON_ATTN")
     plugin.register()
-    return AttentionBackendEnum.CUSTOM.get_class()
+    return members.CUSTOM_TRITON_ATTN
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -232,7 +233,7 @@ def test_on_a_gpu_without_its_packages_custom_is_no_reference(
     )
     cuda(9, 0)
     plugin.register()
-    assert AttentionBackendEnum.CUSTOM.get_path() == members.path_of("CUSTOM", "TRITON_ATTN")
+    assert choice.chosen(DeviceKind.SM90, is_routed=True) == {LayerKind.DENSE: "TRITON_ATTN"}
     with pytest.raises(MissingDependencyError, match="backend TRITON_ATTN needs triton"):
         AttentionBackendEnum.CUSTOM.get_class()
 

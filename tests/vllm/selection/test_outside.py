@@ -39,8 +39,8 @@ def test_the_best_ranked_one_that_imports_is_custom(
         for capability, expected in (((9, 0), "OUTER"), ((10, 0), "TRITON_ATTN")):
             cuda(*capability)
             plugin.register()
-            path = AttentionBackendEnum.CUSTOM.get_path()
-            assert path == members.path_of("CUSTOM", expected)
+            where = AttentionBackendEnum.CUSTOM.get_class().full_cls_name()
+            assert ".".join(where) == members.path_of("CUSTOM", expected)
 
 
 @pytest.mark.parametrize(
