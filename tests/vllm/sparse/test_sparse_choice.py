@@ -17,7 +17,7 @@ from vllm.v1.attention.selector import get_attn_backend
 from vllm.v1.worker.utils import select_common_block_size
 
 from attn.integrations.vllm import compat, members
-from tests.vllm.sparse.layer import NARROW, WIDE, Lists, Projection
+from tests.vllm.sparse.sparse_runner import NARROW, WIDE, Lists, Projection
 
 SERVED: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.sparse.layer import (
+from tests.vllm.sparse.sparse_runner import (
     NARROW,
     TOPK,
     WIDE,
