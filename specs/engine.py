@@ -181,9 +181,8 @@ class EngineConfig(Spec):
     max_num_batched_tokens: TokenCount = 8192
     """Most tokens in a step."""
     num_heads: PositiveInt | None = None
-    """Query heads that a rank attends with; None when the builder does not need them.
-
-    Under decode context parallelism these are the heads of all ranks that share keys."""
+    """Query heads that a rank attends with: under DCP those of all ranks that share keys. None when
+    the builder does not need them."""
     cudagraph_capture_sizes: tuple[PositiveInt, ...] = ()
     """Batch sizes, in tokens, that are captured; empty means eager."""
     parallel: ParallelConfig = ParallelConfig()

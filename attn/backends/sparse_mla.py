@@ -55,6 +55,7 @@ class SparseMLABackend(AttentionBackend):
         is_mla=True,
         is_sparse=True,
         batch_invariance=True,
+        dcp=True,
         lse=True,
         row_bits=True,
     )

@@ -18,7 +18,9 @@ class TritonMLABackend(AttentionBackend):
 
     A decode or verify row has the same bits whatever else is in its batch: its keys are split by
     position alone, and the states of the pieces are folded in their order. The rows of a prompt
-    depend on its chunking, so that the backend does not declare batch invariance.
+    depend on its chunking, so that the backend does not declare batch invariance. With the engine's
+    ``batch_invariant`` set they depend on nothing else: cached context is then attended in chunks
+    of one size, whatever the number of requests.
     """
 
     capabilities: ClassVar[BackendCapabilities] = BackendCapabilities(

@@ -25,7 +25,8 @@ def transform_topk(
     """Convert positions in a row's request to the kernel's entries; one launch.
 
     -1 stays -1 and duplicates stay. A position that the row does not see becomes -1, so that
-    neither this launch nor the attention kernel reads anything for it.
+    neither this launch nor the attention kernel reads anything for it. Under DCP a position of
+    another rank's key becomes -1 too.
 
     Args:
         lists: the positions; their requests are indices into ``block_table`` and ``offsets``.
@@ -69,7 +70,7 @@ def _check(
     slots: torch.Tensor | None,
     counts: torch.Tensor | None,
 ) -> None:
-    ids, visible_lens, reqs = lists
+    ids, visible_lens, reqs, _ = lists
     if ids.dim() != 2 or ids.dtype != torch.int32 or ids.stride(-1) != 1:
         raise ValueError(
             f"ids must be [T, topk] int32 with dense rows, got {list(ids.shape)} of {ids.dtype} in "

@@ -19,8 +19,11 @@ def transform_topk(
     counts: torch.Tensor | None,
 ) -> None:
     """Convert top-k lists in torch: see :func:`attn.ops.topk_transform.transform_topk`."""
-    ids, visible_lens, reqs = lists
+    ids, visible_lens, reqs, stripe = lists
     listed = (ids >= 0) & (ids < visible_lens[:, None])
+    if stripe is not None:
+        ids = stripe.local_positions(ids)
+        listed &= ids >= 0
     owner = reqs.long()
     if kind is IndexKind.RAGGED:
         assert offsets is not None

@@ -272,7 +272,10 @@ class ExpandedPrefill:
             visible = torch.stack([one.local_lens(context_lens) for one in every])
             context_lens = visible
         reqs, device = own.num_reqs, self._buffers.device
-        size = min(max(self.workspace_tokens // reqs // PAGE, 1), cdiv(longest, PAGE)) * PAGE
+        # Each chunk's state is rounded, so with batch invariance a chunk's size must not depend on
+        # the requests of the step.
+        sharers = _most_prefills(self.config) if self.config.batch_invariant else reqs
+        size = min(max(self.workspace_tokens // sharers // PAGE, 1), cdiv(longest, PAGE)) * PAGE
         starts = torch.arange(0, longest, size, dtype=torch.int32, device=device)
         starts = starts[:, None] if stripe is None else starts[:, None, None]
         left = (visible - starts).clamp(min=0)
@@ -313,8 +316,7 @@ def _workspace_tokens(config: EngineConfig, heads: int, itemsize: int) -> int:
         ValueError: the engine's bound is smaller than one chunk.
     """
     token_bytes = heads * 2 * EXPANDED_WIDTH * itemsize
-    # A prefill has at least two new tokens, since shorter requests are decodes.
-    reqs = min(config.max_num_seqs, cdiv(config.max_num_batched_tokens, 2))
+    reqs = _most_prefills(config)
     chunk_bytes = reqs * PAGE * token_bytes
     bound = config.mla_workspace_bytes
     if bound is not None and bound < chunk_bytes:
@@ -323,6 +325,11 @@ def _workspace_tokens(config: EngineConfig, heads: int, itemsize: int) -> int:
             f"{chunk_bytes} bytes: {PAGE} tokens of each of {reqs} requests, {heads} heads"
         )
     return (max(WORKSPACE_BYTES, chunk_bytes) if bound is None else bound) // token_bytes
+
+
+def _most_prefills(config: EngineConfig) -> int:
+    """Most prefills of a step; each has two new tokens or more, since shorter ones are decodes."""
+    return min(config.max_num_seqs, cdiv(config.max_num_batched_tokens, 2))
 
 
 def _longest_context(batch: CommonAttentionMetadata, decodes: int, host: list[int]) -> int:

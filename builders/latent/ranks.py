@@ -67,7 +67,7 @@ class RankRows:
 
         Args:
             step: the decodes, with lengths that count the keys of all ranks.
-            tokens: tokens of the decodes, padding included.
+            tokens: tokens of the decodes, without padding.
 
         Returns:
             ``[R]`` int32: keys that this rank keeps of each request; and the rows.
@@ -95,7 +95,7 @@ class RankRows:
         Args:
             step: the decodes of the batch.
             rows: the rows of the step.
-            tokens: tokens of the decodes, padding included.
+            tokens: tokens of the decodes, without padding.
 
         Returns:
             ``[R]`` int32: keys that this rank keeps of each request.

@@ -177,21 +177,23 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
         """
         batch = common_attn_metadata
         self.check_batch(common_prefix_len, batch, fast_build)
-        ignored = ("dcp_local_seq_lens", "mm_req_doc_ranges", "rswa_prefix_lens")
-        refuse_fields(batch, "TRITON_MLA", *ignored)
+        refuse_fields(batch, "TRITON_MLA", "mm_req_doc_ranges", "rswa_prefix_lens")
+        if self._ranks is None:
+            refuse_fields(batch, "TRITON_MLA", "dcp_local_seq_lens")
         if isinstance(batch.causal, torch.Tensor) or not batch.causal:
             raise NotImplementedError(f"TRITON_MLA supports causal=True, got {batch.causal}")
         found = split_decodes_and_prefills(batch, self.reorder_batch_threshold or 1)
+        covered = int(batch.query_start_loc_cpu[found.num_decodes])
         decode, ranked = None, None
         if found.num_decodes:
-            decode, ranked = self._decode(batch, found.num_decodes, found.num_decode_tokens)
+            decode, ranked = self._decode(batch, found.num_decodes, covered)
         return TritonMLAMetadata(
             slot_mapping=batch.slot_mapping,
             num_actual_tokens=batch.num_actual_tokens,
             num_decodes=found.num_decodes,
             num_prefills=found.num_prefills,
             num_decode_tokens=found.num_decode_tokens,
-            num_covered_tokens=int(batch.query_start_loc_cpu[found.num_decodes]),
+            num_covered_tokens=covered,
             num_prefill_tokens=found.num_prefill_tokens,
             decode=decode,
             prefill=self.expanded.plan(batch, found.num_decodes) if found.num_prefills else None,
@@ -212,7 +214,7 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
             return
         assert self._ranks is not None
         debug_limits(ranked.seq_lens, self.step_limits)
-        self._ranks.refill(step, ranked, metadata.num_decode_tokens)
+        self._ranks.refill(step, ranked, metadata.num_covered_tokens)
         self._plan(ranked.step)
 
     def _plan(self, step: TritonAttentionMetadata) -> None:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from builders.splitkv.stripe import Stripe
 from specs.rows import INDEXER_PAGE, LatentFormat
 
 
@@ -18,6 +19,9 @@ class TopkLists(NamedTuple):
     """``[T]`` int32 keys that each row sees."""
     reqs: torch.Tensor
     """``[T]`` int32 request of each row."""
+    stripe: Stripe | None = None
+    """Under DCP, the keys that this rank keeps, while positions and ``visible_lens`` count those of
+    all ranks. None where the rank has all keys."""
 
 
 class ListedRows(NamedTuple):

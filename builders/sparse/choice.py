@@ -314,8 +314,16 @@ def setup_of(spec: AnyKVCacheSpec, config: EngineConfig, device: torch.device) -
     if config.index_topk not in (None, topk):
         reasons.append(f"index_topk must be the spec's topk ({topk}), got {config.index_topk}")
     size = config.parallel.decode_context_parallel_size
-    if size > 1:
-        reasons.append(f"decode_context_parallel_size must be 1, got {size}")
+    if size > 1 and not spec.dcp_sharded:
+        reasons.append(
+            f"dcp_sharded must be True with decode_context_parallel_size {size}: the builder of a "
+            "group that every rank keeps whole has decode_context_parallel_size 1"
+        )
+    if size > 1 and heads is not None and heads % size:
+        reasons.append(
+            f"vllm_config.num_heads ({heads}) counts the heads of all ranks and must be a multiple "
+            f"of decode_context_parallel_size ({size})"
+        )
     if not spec.cache_dtype.is_quantized and spec.cache_dtype.element(spec.dtype) is not spec.dtype:
         reasons.append(
             f"kv_cache_dtype must be quantised or the model's {spec.dtype.value}, got "
@@ -329,6 +337,10 @@ def setup_of(spec: AnyKVCacheSpec, config: EngineConfig, device: torch.device) -
         reasons.append(
             f"rows must be {ROW_WIDTHS[0]} + {ROW_WIDTHS[1]} wide for {others[0]}, got "
             f"{widths[0]} + {widths[1]}: use triton_sparse"
+        )
+    if others and size > 1:
+        reasons.append(
+            f"decode_context_parallel_size must be 1 for {others[0]}, got {size}: use triton_sparse"
         )
     if others and config.batch_invariant:
         reasons.append(

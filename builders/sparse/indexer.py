@@ -3,6 +3,10 @@
 A row is one query token. Rows of decodes are scored over the pages of the indexer's cache. For
 prompts, the keys of each request are gathered once to compact rows, and the prompt's rows are
 scored over the gathered keys. Nothing is read back from the device.
+
+Under decode context parallelism (DCP) a rank scores the keys that it keeps. Ranks exchange the best
+of each row, chunk by chunk, and all of them write the same list, of positions in the request. How
+many chunks there are follows from host bounds, so that it is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from builders.batch import CommonAttentionMetadata, refuse_fields, split_decodes
 from builders.buffers import GraphBuffers
 from builders.checks.debug import debug_limits
 from builders.sparse.rows import RowLengths, context_slots, fill_rows
+from builders.splitkv.stripe import Stripe
 from specs.attention import AttentionCGSupport
 from specs.base import cdiv
 from specs.engine import EngineConfig
@@ -29,7 +34,15 @@ LOGIT_BYTES: Final = 256 << 20
 """Most bytes of logits that are held at a time; but all logits of a row are."""
 KEY_BYTES: Final = 64 << 20
 """Most bytes of gathered keys that are held at a time; but all keys of a request are."""
+CANDIDATE_BYTES: Final = 64 << 20
+"""Most bytes of candidates that ranks exchange at a time; but all of a row are."""
 _FLOAT: Final = 4
+
+
+def most_kept(config: EngineConfig, length: int) -> int:
+    """Most keys that a rank keeps of a request of ``length`` keys: rank 0 keeps the most."""
+    stripe = Stripe.of(config)
+    return length if stripe is None else replace(stripe, rank=0).local_len(length)
 
 
 def scratch_of(
@@ -41,12 +54,15 @@ def scratch_of(
         config: limits of the engine.
         head_dim: width of the indexer's keys.
     """
-    longest = config.max_model_len
+    whole, longest = config.max_model_len, most_kept(config, config.max_model_len)
     verified = config.max_num_seqs * config.max_decode_query_len
     most_rows = max(config.max_num_batched_tokens, verified)
     floats = min(max(LOGIT_BYTES // _FLOAT, longest), most_rows * longest)
     scratch: dict[str, tuple[tuple[int, ...], torch.dtype]]
     scratch = {"logits": ((floats,), torch.float32)}
+    if config.parallel.decode_context_parallel_size > 1:
+        floats = min(max(LOGIT_BYTES // _FLOAT, whole), most_rows * whole)
+        scratch["merged"] = ((floats,), torch.float32)
     if config.batch_invariant:
         return scratch
     fits = max(KEY_BYTES // (head_dim + SCALE_BYTES), longest)
@@ -65,7 +81,10 @@ class IndexChunk:
     first_row: int
     """First row, counted from the phase's first."""
     logits: torch.Tensor
-    """``[rows, M]`` fp32: room for the rows' logits; no row sees more than M keys."""
+    """``[rows, M]`` fp32: room for the rows' logits; no row sees more than M keys of this rank."""
+    merged: torch.Tensor | None = None
+    """``[rows, M']`` fp32: room for the logits of all ranks' candidates; no row sees more than M'
+    keys. None without DCP."""
 
 
 @dataclass
@@ -119,9 +138,13 @@ class IndexRows:
     block_table: torch.Tensor
     """``[R', max_blocks]`` int32, device: blocks of the indexer's cache."""
     lengths: RowLengths
-    """Request, visible keys and list length of each row, ``[num_rows]``."""
+    """Request, visible keys and list length of each row, ``[num_rows]``. Of keys, those that this
+    rank keeps are counted."""
     groups: tuple[IndexGroup, ...]
     """All rows in order, in groups."""
+    every_len: torch.Tensor | None = None
+    """``[num_rows]`` int32, device: keys that each row sees, those of all ranks counted. None
+    without DCP."""
 
 
 @dataclass
@@ -134,6 +157,8 @@ class IndexerMetadata(AttentionMetadata):
     """Rows that are scored over pages; None without any."""
     prefill: IndexRows | None
     """Rows that are scored over gathered keys; None without any."""
+    stripe: Stripe | None = None
+    """The keys that this rank keeps under DCP; None where it has all keys."""
 
 
 class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
@@ -157,8 +182,7 @@ class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
             device: where the records' tensors live.
 
         Raises:
-            ValueError: the spec is of another class, ``index_topk`` is missing, or the engine has
-                decode context parallelism.
+            ValueError: the spec is of another class, or ``index_topk`` is missing.
         """
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         if not isinstance(kv_cache_spec, IndexerSpec):
@@ -168,9 +192,7 @@ class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
         config = vllm_config
         if config.index_topk is None:
             raise ValueError(f"vllm_config.index_topk is needed by {NAME}, got None")
-        size = config.parallel.decode_context_parallel_size
-        if size > 1:
-            raise ValueError(f"decode_context_parallel_size must be 1 for {NAME}, got {size}")
+        self.stripe = Stripe.of(config)
         self.topk = config.index_topk
         self.head_dim = kv_cache_spec.index_head_dim
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
@@ -181,6 +203,8 @@ class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
         self.buffers = GraphBuffers(self.device)
         for name in ("reqs", "visible_lens", "topk_lens"):
             self.buffers.declare(name, (self._most_rows,), torch.int32)
+        if self.stripe is not None:
+            self.buffers.declare("every_len", (self._most_rows,), torch.int32)
         for name, (shape, dtype) in scratch_of(config, self.head_dim).items():
             self.buffers.declare(name, shape, dtype)
 
@@ -223,8 +247,8 @@ class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
     @property
     def most_scored(self) -> tuple[int, int]:
         """Most rows that one launch scores over pages, and most pages of a row."""
-        blocks = cdiv(self._longest, self.kv_cache_spec.block_size)
-        return self._most_rows, blocks
+        most = most_kept(self.vllm_config, self._longest)
+        return self._most_rows, cdiv(most, self.kv_cache_spec.block_size)
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
@@ -269,7 +293,9 @@ class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
     ) -> IndexerMetadata:
         """Build a record; no row that is scored over pages may see more than ``longest`` keys."""
         self.check_batch(common_prefix_len, batch, fast_build)
-        refuse_fields(batch, NAME, "dcp_local_seq_lens", "mm_req_doc_ranges", "rswa_prefix_lens")
+        refuse_fields(batch, NAME, "mm_req_doc_ranges", "rswa_prefix_lens")
+        if self.stripe is None:
+            refuse_fields(batch, NAME, "dcp_local_seq_lens")
         if batch.causal is not True:
             raise NotImplementedError(f"{NAME} takes causal batches, got causal={batch.causal!r}")
         found = split_decodes_and_prefills(batch, self.threshold)
@@ -288,6 +314,7 @@ class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
             num_actual_tokens=batch.num_actual_tokens,
             decode=decode,
             prefill=prefill,
+            stripe=self.stripe,
             **self.pages,
         )
 
@@ -310,6 +337,8 @@ class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
             lengths=RowLengths(*lengths),
             groups=(),
         )
+        if self.stripe is not None:
+            rows.every_len = self.buffers["every_len"][first_token:last]
         self._fill(rows)
         return rows
 
@@ -318,23 +347,35 @@ class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
             *(rows.query_start_loc, rows.seq_lens, rows.first_token, self.topk, rows.lengths),
             self.vllm_config.max_num_seqs,
         )
+        if self.stripe is not None:
+            assert rows.every_len is not None
+            seen = rows.lengths.visible_lens
+            rows.every_len.copy_(seen)
+            seen.copy_(self.stripe.local_lens(rows.every_len))
 
     def _paged(self, num_rows: int, longest: int) -> IndexGroup:
         return IndexGroup(0, num_rows, None, tuple(self._chunks(0, num_rows, longest)))
 
-    def _chunks(self, first: int, num_rows: int, width: int) -> Iterator[IndexChunk]:
-        """Chunks of rows, each with as many rows as the buffer has room for logits of.
+    def _chunks(self, first: int, num_rows: int, longest: int) -> Iterator[IndexChunk]:
+        """Chunks of rows, each with as many rows as the buffers have room for logits of.
 
         Args:
             first: first row, counted from the phase's first.
             num_rows: number of rows.
-            width: most keys of a row.
+            longest: most keys of a row, those of all ranks counted.
         """
-        room = self.buffers["logits"]
-        step = max(len(room) // width, 1)
+        room, width = self.buffers["logits"], max(most_kept(self.vllm_config, longest), 1)
+        step = len(room) // width
+        if self.stripe is not None:
+            candidates = CANDIDATE_BYTES // (2 * _FLOAT * self.topk * self.stripe.size)
+            step = min(step, len(self.buffers["merged"]) // longest, candidates)
+        step = max(step, 1)
         for begin in range(first, first + num_rows, step):
             count = min(step, first + num_rows - begin)
-            yield IndexChunk(begin, room[: count * width].view(count, width))
+            chunk = IndexChunk(begin, room[: count * width].view(count, width))
+            if self.stripe is not None:
+                chunk.merged = self.buffers["merged"][: count * longest].view(count, longest)
+            yield chunk
 
     def _gathered(
         self, rows: IndexRows, batch: CommonAttentionMetadata, longest: int
@@ -353,8 +394,9 @@ class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
         if known is not None:
             part = known[rows.first_req : rows.first_req + count].tolist()
             bounds = [min(int(bound), self._longest) for bound in part]
+        kept = [most_kept(self.vllm_config, bound) for bound in bounds]
         groups, used = [0], 0
-        for req, bound in enumerate(bounds):
+        for req, bound in enumerate(kept):
             if used and used + bound > len(self.buffers["data"]):
                 groups.append(req)
                 used = 0
@@ -362,7 +404,7 @@ class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
         for first, stop in zip(groups, [*groups[1:], count], strict=True):
             begin = starts[first] - rows.first_token
             end = rows.num_rows if stop == count else starts[stop] - rows.first_token
-            keys = self._keys(rows, first, stop, slice(begin, end), sum(bounds[first:stop]))
+            keys = self._keys(rows, first, stop, slice(begin, end), sum(kept[first:stop]))
             width = max(*bounds[first:stop], 1)
             chunks = tuple(self._chunks(begin, end - begin, width))
             yield IndexGroup(begin, end - begin, keys, chunks)
@@ -375,9 +417,11 @@ class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
             first: first request, counted from the phase's first.
             stop: the request behind the last one.
             part: rows of these requests.
-            count: host bound on their keys.
+            count: host bound on their keys, of which those that a rank keeps are counted.
         """
         lens = rows.seq_lens[first:stop]
+        if self.stripe is not None:
+            lens = self.stripe.local_lens(lens)
         ends = torch.cumsum(lens, 0, dtype=torch.int32)
         # A padding row sees no key, and its request may be any of the phase.
         own = (rows.lengths.reqs[part] - first).clamp(0, stop - first - 1)

@@ -16,6 +16,7 @@ from builders.sparse.choice import PhasePlan, SparsePlan
 from builders.sparse.launches import SparseLaunch
 from builders.sparse.rows import RowLengths
 from builders.sparse.vendor_calls import PlannedCalls
+from builders.splitkv.stripe import Stripe
 from specs.rows import RowFormat
 
 
@@ -79,6 +80,14 @@ class SparseRows:
     """How the library's own kernel is launched; None where a vendor's kernel takes all rows."""
     planned: PlannedCalls | None = None
     """Objects that all layers' calls of a vendor's kernel share in this step; None without one."""
+    stripe: Stripe | None = None
+    """Under DCP, the keys that this rank keeps: the block table is that of these keys, while
+    ``seq_lens`` and ``lengths`` count the keys of all ranks. None where the rank has all keys."""
+
+    @property
+    def cached_lens(self) -> torch.Tensor:
+        """``[R']`` int32, device: keys of each request that this rank keeps."""
+        return self.seq_lens if self.stripe is None else self.stripe.local_lens(self.seq_lens)
 
 
 @dataclass
@@ -134,3 +143,9 @@ class SparseMLAMetadata(AttentionMetadata):
     """Rows of prefills that attend their lists; None without any."""
     prefill: ShortPrefill | None
     """Plan of prefills that attend every key that they see; None without any."""
+    query_start_loc: torch.Tensor
+    """``[R + 1]`` int32, device: first token of each request, and the end of the last."""
+    seq_lens: torch.Tensor
+    """``[R]`` int32, device: KV lengths."""
+    ranks: int
+    """Ranks that share the keys (DCP): ``forward_mqa`` attends with the query heads of all."""

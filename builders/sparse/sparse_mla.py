@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from builders.base import AttentionMetadataBuilder, CachePages
+from builders.base import AttentionMetadataBuilder
 from builders.batch import (
     BatchSplit,
     CommonAttentionMetadata,
@@ -40,6 +40,7 @@ from builders.sparse.record import RowChunk, ShortPrefill, SparseMLAMetadata, Sp
 from builders.sparse.rows import RowLengths, chunk_slots, context_slots, fill_rows
 from builders.sparse.tiles import SparseShape
 from builders.sparse.vendor_calls import CallPlanner
+from builders.splitkv.stripe import Stripe
 from specs.attention import AttentionCGSupport
 from specs.base import cdiv
 from specs.engine import EngineConfig
@@ -85,6 +86,7 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.setup = setup_of(kv_cache_spec, vllm_config, self.device)
         check_setup(self.setup)
+        self.stripe = Stripe.of(vllm_config)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.threshold = self.reorder_batch_threshold or 1
         config = vllm_config
@@ -103,7 +105,8 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
         self.expanded: ExpandedPrefill | None = None
         if is_dense:
             self.expanded = ExpandedPrefill(
-                self.kv_cache_spec, config, device_facts(self.device), self.buffers
+                *(self.kv_cache_spec, config, device_facts(self.device), self.buffers),
+                stripe=self.stripe,
             )
         # Launches of the library's own kernel; None where no phase may come to it.
         self._launches: SparseLaunches | None = None
@@ -233,7 +236,38 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
             decode = self._rows(plan.decode, batch, 0, found.num_decodes, [])
         if plan.prefill is not None:
             prefill = self._rows(plan.prefill, batch, found.num_decodes, batch.num_reqs, bounds)
-        return _record(batch, plan, (decode, prefill, short), self.setup.topk, self.pages)
+        return self._record(batch, plan, (decode, prefill, short))
+
+    def _record(
+        self,
+        batch: CommonAttentionMetadata,
+        plan: SparsePlan,
+        parts: tuple[SparseRows | None, SparseRows | None, ShortPrefill | None],
+    ) -> SparseMLAMetadata:
+        """The record of a step; ``parts`` are its decodes, prefills by lists, short prefills."""
+        decode, prefill_rows, prefill = parts
+        short_tokens = short_reqs = 0
+        if prefill is not None:
+            short_tokens = batch.num_actual_tokens - (0 if decode is None else decode.num_rows)
+            short_reqs = prefill.own.num_reqs
+        return SparseMLAMetadata(
+            slot_mapping=batch.slot_mapping,
+            num_actual_tokens=batch.num_actual_tokens,
+            num_decodes=batch.num_reqs - short_reqs,
+            num_prefills=short_reqs,
+            num_decode_tokens=batch.num_actual_tokens - short_tokens,
+            num_prefill_tokens=short_tokens,
+            prefill_max_seq_len=0 if prefill is None else prefill.max_seq_len,
+            topk_tokens=self.setup.topk,
+            plan=plan,
+            decode=decode,
+            prefill_rows=prefill_rows,
+            prefill=prefill,
+            query_start_loc=batch.query_start_loc[: batch.num_reqs + 1],
+            seq_lens=batch.seq_lens[: batch.num_reqs],
+            ranks=1 if self.stripe is None else self.stripe.size,
+            **self.pages,
+        )
 
     def _short(
         self, batch: CommonAttentionMetadata, decodes: int, bounds: list[int]
@@ -242,6 +276,10 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
         if self.expanded is None or not bounds or max(bounds) > self.setup.topk:
             return None
         plan = self.expanded.plan(batch, decodes)
+        is_shared = self.stripe is not None and plan.context is not None
+        if is_shared and self.setup.layout is LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE:
+            # Rows that ranks exchange are not converted.
+            return None
         return ShortPrefill(
             *(plan.num_tokens, plan.max_query_len, plan.own, plan.context),
             context_slots=self._context_slots(plan.context),
@@ -283,13 +321,13 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
                     step = SparsePlan(ForwardMode.EXTEND, None, plan)
                     yield (
                         batch,
-                        _record(batch, step, (None, given, None), self.setup.topk, self.pages),
+                        self._record(batch, step, (None, given, None)),
                     )
                 else:
                     step = SparsePlan(ForwardMode.DECODE, plan, None)
                     yield (
                         batch,
-                        _record(batch, step, (given, None, None), self.setup.topk, self.pages),
+                        self._record(batch, step, (given, None, None)),
                     )
 
     def _short_steps(
@@ -318,7 +356,7 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
                     plan = SparsePlan(ForwardMode.EXTEND, None, None)
                     yield (
                         batch,
-                        _record(batch, plan, (None, None, short), self.setup.topk, self.pages),
+                        self._record(batch, plan, (None, None, short)),
                     )
         finally:
             expanded.workspace_tokens = tokens
@@ -374,8 +412,9 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
             self._fill(metadata.decode)
 
     def _check(self, batch: CommonAttentionMetadata) -> None:
-        ignored = ("dcp_local_seq_lens", "mm_req_doc_ranges", "rswa_prefix_lens")
-        refuse_fields(batch, NAME, *ignored)
+        refuse_fields(batch, NAME, "mm_req_doc_ranges", "rswa_prefix_lens")
+        if self.stripe is None:
+            refuse_fields(batch, NAME, "dcp_local_seq_lens")
         if batch.causal is not True:
             raise NotImplementedError(f"{NAME} takes causal batches, got causal={batch.causal!r}")
 
@@ -444,6 +483,7 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
             converted_row=row,
             planned=self._calls.plan(plan, indices),
             launch=self._launch(plan, count),
+            stripe=self.stripe,
         )
         self._fill(rows)
         if plan.index_kind is IndexKind.GATHERED:
@@ -537,36 +577,6 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
             table = block_table[first : first + metadata.num_prefills]
             short = with_block_table(metadata.prefill, table, metadata.slot_mapping)
             metadata.prefill = replace(short, context_slots=self._context_slots(short.context))
-
-
-def _record(
-    batch: CommonAttentionMetadata,
-    plan: SparsePlan,
-    parts: tuple[SparseRows | None, SparseRows | None, ShortPrefill | None],
-    topk: int,
-    pages: CachePages,
-) -> SparseMLAMetadata:
-    """The record of a step; ``parts`` are the record's last three fields."""
-    decode, prefill_rows, prefill = parts
-    short_tokens = short_reqs = 0
-    if prefill is not None:
-        short_tokens = batch.num_actual_tokens - (0 if decode is None else decode.num_rows)
-        short_reqs = prefill.own.num_reqs
-    return SparseMLAMetadata(
-        slot_mapping=batch.slot_mapping,
-        num_actual_tokens=batch.num_actual_tokens,
-        num_decodes=batch.num_reqs - short_reqs,
-        num_prefills=short_reqs,
-        num_decode_tokens=batch.num_actual_tokens - short_tokens,
-        num_prefill_tokens=short_tokens,
-        prefill_max_seq_len=0 if prefill is None else prefill.max_seq_len,
-        topk_tokens=topk,
-        plan=plan,
-        decode=decode,
-        prefill_rows=prefill_rows,
-        prefill=prefill,
-        **pages,
-    )
 
 
 def forward_mode(batch: CommonAttentionMetadata, found: BatchSplit) -> ForwardMode:

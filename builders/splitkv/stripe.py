@@ -54,3 +54,13 @@ class Stripe:
         within = positions - turns * turn - self.rank * self.interleave
         is_here = (positions >= 0) & (within >= 0) & (within < self.interleave)
         return torch.where(is_here, turns * self.interleave + within, -1)
+
+    def global_positions(self, places: torch.Tensor) -> torch.Tensor:
+        """Positions in the request of tokens that this rank keeps; -1 stays -1.
+
+        Args:
+            places: int32, places among the tokens that this rank keeps of the request, or -1.
+        """
+        turns = torch.div(places, self.interleave, rounding_mode="floor")
+        first = (turns * self.size + self.rank) * self.interleave
+        return torch.where(places >= 0, first + places - turns * self.interleave, -1)

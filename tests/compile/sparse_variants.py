@@ -23,12 +23,15 @@ from attn.kernels.sparse.indexer.launch import (
     select_topk_call,
     write_keys_call,
 )
+from attn.kernels.sparse.indexer.ranks import pack_candidates_call, spread_candidates_call
 from attn.kernels.sparse.launcher import sparse_calls
 from attn.kernels.sparse.layer import SparseLayer, SparseTensors
+from attn.kernels.sparse.topk_transform import topk_transform_call
 from builders.launch.call import KernelCall
-from builders.sparse.arguments import IndexerKeys, RequestPages
+from builders.sparse.arguments import IndexerKeys, RequestPages, TopkLists
 from builders.sparse.hopper_tiles import index_tile_of
 from builders.sparse.tiles import IndexTile, SparseShape, SparseTile, sparse_tile
+from builders.splitkv.stripe import Stripe
 from specs.devices import KNOWN_DEVICES, DeviceKind
 from specs.dtypes import DType
 from specs.rows import LatentFormat
@@ -37,6 +40,7 @@ from tests.compile.variants import TARGETS
 
 MULTIPROCESSORS: Final = 132
 TOPK: Final = 2048
+STRIPE: Final = Stripe(8, 3, 16)
 SHORT: Final = {
     LatentFormat.BF16: "bf16",
     LatentFormat.FP8_NOPE_FP8_ROPE: "576",
@@ -103,6 +107,16 @@ def index_calls(dtype: torch.dtype, tile: IndexTile, hardware: bool) -> dict[str
             hardware_e4m3=hardware,
         ),
         "gathered keys": gather_keys_call(cache, lens, keys[:rows], scales[:rows]),
+        "candidates of a rank": pack_candidates_call(
+            logits, torch.empty(rows, TOPK).int(), STRIPE, torch.empty(2, rows, TOPK).int()
+        ),
+        "candidates of all ranks": spread_candidates_call(
+            torch.empty(STRIPE.size, 2, rows, TOPK).int(), logits
+        ),
+        "entries of a rank": topk_transform_call(
+            TopkLists(torch.empty(rows, TOPK).int(), lens, lens, STRIPE),
+            *("paged", torch.empty(rows, TOPK).int(), table, 64, None, None, None),
+        ),
     }
 
 
@@ -152,6 +166,7 @@ def tested(target: int) -> dict[str, KernelCall]:
     kept = ("8 heads 4096 rows", "128 heads", "logits e4m3", "selection e4m3", "keys e4m3")
     if target != 90:
         kept = ("656 8 heads 4096 rows", "bf16 8 heads 4096 rows", "logits e4m3", "selection e4m3")
+    kept += ("of a rank e4m3", "of all ranks e4m3")
     return {name: call for name, call in chosen(target).items() if any(k in name for k in kept)}
 
 

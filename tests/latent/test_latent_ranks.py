@@ -26,10 +26,14 @@ from attn.testing.budget import low_precision
 from attn.testing.latent_trial import latent_output, low_latent_output
 from builders.batch import CommonAttentionMetadata
 from builders.latent.triton_mla import TritonMLAMetadata, TritonMLAMetadataBuilder
+from builders.launch.call import KernelCall
+from builders.splitkv.planner import SplitPlanner
 from builders.splitkv.stripe import Stripe
 from specs.dtypes import CacheDType, DType
 from specs.engine import EngineConfig, ParallelConfig, SpeculativeConfig
 from specs.kv_cache import AnyKVCacheSpec, MLAAttentionSpec, SlidingWindowMLASpec
+from tests.emulators.flashinfer_emulator import MadeOnDevice, OnDevice, on_device
+from tests.tools.interpreter import variant_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS, RANK, NOPE, ROPE, VALUE, BLOCK = 2, 64, 32, 32, 32, 16
@@ -124,7 +128,8 @@ class Rank:
         table = self.table[: len(seq_lens)]
         every = table.repeat(1, self.stripe.size)
         batch = CommonAttentionMetadata.from_lengths(query_lens, seq_lens, every, BLOCK)
-        return batch.replace(block_table_tensor=table)
+        # An engine gives the rank's lengths too; they are computed from those of all ranks.
+        return batch.replace(block_table_tensor=table, dcp_local_seq_lens=batch.seq_lens)
 
 
 class Step:
@@ -367,6 +372,53 @@ def test_lengths_of_requests_are_those_of_the_rank() -> None:
         assert record.decode.seq_lens.tolist() == [stripe.local_len(n) for n in (90, 33, 2)]
         assert record.decode.query_start_loc.tolist() == [0, 1, 5, 7]
         assert record.query_start_loc.tolist() == [0, 1, 5, 7, 37, 46]
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_build_reads_nothing_back(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = latent_weights(torch.Generator(), 2 * HEADS, torch.float32, RANK, NOPE, ROPE, VALUE)
+    rank = Rank(Stripe(2, 1, 4), weights)
+    monkeypatch.setattr(SplitPlanner, "fill", lambda *_, **__: None)
+    names = ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping")
+    batch = rank.batch(*STEPS[name])
+    given = batch.replace(**{one: on_device(getattr(batch, one).cpu()) for one in names})
+    with MadeOnDevice():
+        builder = TritonMLAMetadataBuilder(rank.spec, ["0"], rank.builder.vllm_config, "cpu")
+        record = builder.build(0, given)
+        builder.update_draft_decode_metadata(record)
+        builder.update_block_table(record, given.block_table_tensor, given.slot_mapping)
+    if record.ranked is not None:
+        assert isinstance(record.ranked.step.seq_lens, OnDevice)
+    if record.prefill is not None and record.prefill.context is not None:
+        assert isinstance(record.prefill.context.exchanged(1).block_table, OnDevice)
+
+
+@pytest.mark.parametrize("cache_dtype", [CacheDType.AUTO, CacheDType.FP8])
+def test_serving_after_a_warm_up_meets_no_new_variant(
+    monkeypatch: pytest.MonkeyPatch, cache_dtype: CacheDType
+) -> None:
+    step = Step(stripes_of(2, 1), STEPS["mix"], DType.FLOAT16, cache_dtype)
+    rank, launches = step.ranks[0], []
+    launch = KernelCall.launch_through_triton
+
+    def noted(call: KernelCall) -> None:
+        launches.append(call)
+        launch(call)
+
+    monkeypatch.setattr(KernelCall, "launch_through_triton", noted)
+    rank.impl.all_gather = lambda rows: torch.cat([rows] * 2)
+    rank.cache.view(torch.uint8).fill_(0x3C)
+    rank.impl.warm_up(rank.layer, rank.cache, rank.builder, torch.float16)
+    known = {variant_of(call) for call in launches}
+    launches.clear()
+    for limit in (1, 10**6):
+        monkeypatch.setattr(rank.builder.expanded, "workspace_tokens", limit)
+        record = rank.builder.build(0, rank.batch(*STEPS["mix"]))
+        query = step.absorbed(record.num_decode_tokens)
+        rank.impl.forward_mqa(query, rank.cache, record, rank.layer)
+        step.prefill(rank, record)
+    assert launches
+    assert {variant_of(call) for call in launches} <= known
 
 
 def test_ranks_must_be_able_to_exchange_context() -> None:

@@ -13,7 +13,7 @@ from attn.testing.batches import BATCHES, BatchSpec, Layer
 from attn.testing.cases import LatentCase
 from attn.testing.conformance import check_case
 from attn.testing.latent_trial import LatentTrial
-from attn.testing.trial import CaseResult
+from attn.testing.trial import CaseResult, Inputs
 from builders.batch import CommonAttentionMetadata
 from builders.latent.prefill import EXPANDED_WIDTH, PAGE
 from builders.latent.triton_mla import TritonMLAMetadataBuilder
@@ -116,6 +116,30 @@ def judged(trial: LatentTrial, record: Any) -> CaseResult:
     result = CaseResult()
     trial.judge(trial.attend(record, trial.inputs, trial.cache()), record, result)
     return result
+
+
+@pytest.mark.parametrize(
+    ("invariant", "row", "same"),
+    # Request 1 has much context. Request 2 has none, and request 3's fits every chunk.
+    [(True, 1, True), (True, 2, True), (True, 3, True), (False, 1, False), (False, 3, True)],
+)
+def test_with_batch_invariance_a_prompt_has_the_same_bits_alone(
+    monkeypatch: pytest.MonkeyPatch, invariant: bool, row: int, same: bool
+) -> None:
+    trial = trial_of()
+    trial.write()
+    config = trial.config.replace(batch_invariant=invariant)
+
+    def attended(inputs: Inputs) -> torch.Tensor:
+        builder = trial.builder(config)
+        # There is room for the whole context of one request, but not of three.
+        monkeypatch.setattr(builder.expanded, "workspace_tokens", 5 * PAGE)
+        record = trial.build(builder, inputs.batch)
+        return trial.attend(record, inputs, trial.cache(), for_bits=True)["output"]
+
+    tokens = trial.requests[row].tokens
+    whole, alone = attended(trial.inputs), attended(trial.alone(row, tokens))
+    assert torch.equal(whole[tokens], alone) == same
 
 
 @pytest.mark.parametrize(("tokens", "chunks"), [(1, 2), (10**6, 1)])

@@ -16,7 +16,7 @@ from builders.launch.call import KernelCall
 from builders.sparse import indexer as builders
 from builders.sparse.indexer import IndexerMetadataBuilder
 from specs.dtypes import DType
-from specs.engine import EngineConfig, ParallelConfig
+from specs.engine import EngineConfig
 from specs.kv_cache import FullAttentionSpec, IndexerSpec
 from specs.sparse_mla import STORED_FORMATS
 from tests.emulators.flashinfer_emulator import MadeOnDevice, OnDevice, on_device
@@ -241,9 +241,6 @@ def test_what_is_not_served_is_refused() -> None:
         make(dense, ["0"], config, "cpu")
     with pytest.raises(ValueError, match="index_topk is needed by the indexer, got None"):
         make(IndexerSpec(), ["0"], config.replace(index_topk=None), "cpu")
-    parallel = ParallelConfig(decode_context_parallel_size=2, tensor_parallel_size=2)
-    with pytest.raises(ValueError, match="decode_context_parallel_size must be 1"):
-        make(IndexerSpec(), ["0"], config.replace(parallel=parallel), "cpu")
     layer = SparseLayer(BF16, sizes=SMALL)
     step = layer.step([(0, 0, 2), (1, 0, 2), (2, 0, 2), (3, 0, 2)])
     with pytest.raises(ValueError, match=r"num_reqs \(4\) exceeds max_num_seqs \(2\)"):

@@ -18,7 +18,10 @@ import torch
 
 from builders.launch.call import KernelCall
 
-OPERATIONS = ("cache", "clear", "indexer", "latent_convert", "sparse_mla", "topk_transform")
+OPERATIONS = (
+    *("cache", "clear", "indexer", "latent_convert", "rank_topk", "sparse_mla"),
+    "topk_transform",
+)
 """Modules of operations that a sparse layer uses."""
 _NARROW = ("int8", "int16", "int32", "uint8", "uint16", "uint32")
 """Integer types whose sums and products are checked for overflow."""

@@ -268,12 +268,30 @@ def test_the_log_says_what_a_group_of_latent_layers_got(
         assert words in line
 
 
-def test_decode_context_parallelism_of_latent_layers_is_refused(
-    cuda: Callable[..., None], runner_of: Callable[..., LatentRunner]
+@pytest.mark.parametrize("member", ["CUSTOM", "TRITON_MLA"])
+def test_with_batch_invariance_a_prompt_has_the_same_bits_alone_and_beside_others(
+    cuda: Callable[..., None],
+    runner_of: Callable[..., LatentRunner],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    member: str,
 ) -> None:
     cuda()
-    runner = runner_of()
-    runner.config.parallel_config.decode_context_parallel_size = 2
-    builder = type(runner.builder)
-    with pytest.raises(ValueError, match="decode_context_parallel_size must be 1 for MLA layers"):
-        builder(runner.spec, [NAME], runner.config, torch.device("cpu"))
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    runner = runner_of("float16", member=member)
+    # vLLM turns prefix caching off for this name; for any other the log says what it does.
+    warned = any("--no-enable-prefix-caching" in line for line in caplog.messages)
+    assert runner.config.cache_config.enable_prefix_caching == (member == "CUSTOM") == warned
+    assert runner.builder.vllm_config.batch_invariant
+    # One request has room for its whole context at a time, three have not.
+    runner.builder.expanded.workspace_tokens = 80
+    lens, new, before = (40, 90, 49), (1, 20, 33), (39, 70, 16)
+    requests, table = whole_requests(lens, runner.dtype), runner.table
+    runner.step(tokens_of(requests), before, before)
+    whole = runner.step(tokens_of(requests), new, lens)
+    expected_rows(requests, list(new), list(lens), "auto").assert_is(whole)
+    for row, output in enumerate(whole.split(new)):
+        runner.table = table[row:]
+        alone = runner.step(tokens_of(requests[row : row + 1]), new[row : row + 1], (lens[row],))
+        assert torch.equal(alone, output), row

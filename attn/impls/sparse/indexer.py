@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from attn.ops.indexer import (
     select_topk,
     write_index_keys,
 )
+from attn.ops.rank_topk import merge_candidates, pack_candidates
 from builders.checks.debug import debug_slots
 from builders.checks.tensors import check_count
 from builders.sparse.indexer import (
@@ -24,6 +26,7 @@ from builders.sparse.indexer import (
     IndexGroup,
     IndexRows,
 )
+from builders.splitkv.stripe import Stripe
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,10 @@ class SparseIndexer:
                 f"{list(topk_indices_buffer.shape)} of {topk_indices_buffer.dtype}"
             )
         self.topk_indices_buffer = topk_indices_buffer
+        self.all_gather: Callable[[torch.Tensor], torch.Tensor] | None = None
+        """Under DCP, puts the tensors of all ranks one behind another in their first dimension, in
+        the order of ranks. The engine sets it, since only the engine knows how ranks communicate.
+        """
 
     def do_kv_cache_update(
         self, k_index: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
@@ -77,13 +84,15 @@ class SparseIndexer:
         """Write this step's keys to the cache, if they are given, then the list of each row.
 
         A list holds positions in the row's request, in ascending order; -1 fills its end. Among
-        keys with equal logits, lower positions are taken first.
+        keys with equal logits, lower positions are taken first. Under DCP ranks exchange their
+        candidates by :attr:`all_gather`, so that all ranks must make this call for the same step.
 
         Returns:
             ``[T, K]``, a view of the buffer, for the record's tokens.
 
         Raises:
-            ValueError: a record of more tokens than the buffer has rows; tensors that do not fit.
+            ValueError: a record of more tokens than the buffer has rows; tensors that do not fit;
+                ranks share the keys, and :attr:`all_gather` is not set.
         """
         record, buffer = inputs.metadata, self.topk_indices_buffer
         tokens = record.num_actual_tokens
@@ -166,7 +175,22 @@ class SparseIndexer:
                     *(query, weights, keys.data, keys.scale),
                     *(keys.starts[own], keys.stops[own], chunk.logits),
                 )
-            select_topk(chunk.logits, lens.visible_lens[part], self.topk_indices_buffer[tokens])
+            lists = self.topk_indices_buffer[tokens]
+            select_topk(chunk.logits, lens.visible_lens[part], lists)
+            if inputs.metadata.stripe is not None:
+                assert rows.every_len is not None
+                self._merge(chunk, rows.every_len[part], lists, inputs.metadata.stripe)
+
+    def _merge(
+        self, chunk: IndexChunk, lens: torch.Tensor, lists: torch.Tensor, stripe: Stripe
+    ) -> None:
+        """Replace lists of the best of this rank's keys by those of all ranks' keys."""
+        if self.all_gather is None:
+            raise ValueError("all_gather must be set where ranks share the keys")
+        assert chunk.merged is not None
+        gathered = self.all_gather(pack_candidates(chunk.logits, lists, stripe))
+        candidates = gathered.view(stripe.size, 2, *lists.shape)
+        merge_candidates(candidates, lens, chunk.merged, lists)
 
 
 def _places(rows: IndexRows, chunk: IndexChunk) -> tuple[slice, slice]:

@@ -56,6 +56,8 @@ class SparseMLAImpl(LatentImpl):
 
     is_sparse: ClassVar[bool] = True
     can_return_lse_for_decode = True
+    supports_dcp = True
+    supports_mtp_with_cp_non_trivial_interleave_size = True
     always_expands: ClassVar[bool] = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -129,8 +131,12 @@ class SparseMLAImpl(LatentImpl):
         attn_metadata: SparseMLAMetadata,
         layer: AttentionLayer,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute all rows of the step that attend lists, decodes first; see the base class."""
-        query, rotary = latent_query(self, q)
+        """Compute all rows of the step that attend lists, decodes first; see the base class.
+
+        Under DCP the queries have the heads of all ranks, and the result is attention over the
+        listed keys that this rank keeps: zero with an LSE of ``-inf`` where it keeps none.
+        """
+        query, rotary = latent_query(self, q, self.num_heads * attn_metadata.ranks)
         check_scale(k_scale_of(layer), self.cache_dtype)
         check_count("q", query, attn_metadata.num_decode_tokens)
         self._check_cache(attn_metadata, kv_c_and_k_pe_cache, query.dtype)
@@ -142,7 +148,7 @@ class SparseMLAImpl(LatentImpl):
             if rows is not None:
                 if debug_enabled():
                     num_blocks, block_size = kv_c_and_k_pe_cache.shape[:2]
-                    debug_read(rows.block_table, rows.seq_lens.cpu(), num_blocks, block_size)
+                    debug_read(rows.block_table, rows.cached_lens.cpu(), num_blocks, block_size)
                 tensors = (query, rotary, out, lse)
                 self._attend(rows, kv_c_and_k_pe_cache, tensors, layer)
                 covered = rows.first_token + rows.num_rows
@@ -227,8 +233,11 @@ class SparseMLAImpl(LatentImpl):
                 # strides.
                 absorbed = blank(self.num_heads, count, self.kv_lora_rank).transpose(0, 1)
                 rotary = query[..., self.qk_nope_head_dim :]
-                self.forward_mqa((absorbed, rotary), kv_cache, record, layer)
-                self.forward_mqa(torch.cat([absorbed, rotary], -1), kv_cache, record, layer)
+                if record.ranks == 1:
+                    self.forward_mqa((absorbed, rotary), kv_cache, record, layer)
+                # Under DCP an engine gathers whole queries of all ranks.
+                whole = torch.cat([absorbed, rotary], -1).repeat(1, record.ranks, 1)
+                self.forward_mqa(whole, kv_cache, record, layer)
 
         run_compiled(run_steps, builder.device)
 
@@ -324,7 +333,7 @@ class SparseMLAImpl(LatentImpl):
             slots = conversion[0].slots.view_as(indices)
         ids, lengths = self.indexer.topk_indices_buffer[tokens], rows.lengths
         transform_topk(
-            TopkLists(ids, lengths.visible_lens[part], lengths.reqs[part]),
+            TopkLists(ids, lengths.visible_lens[part], lengths.reqs[part], rows.stripe),
             rows.plan.index_kind,
             indices,
             block_table=rows.block_table,

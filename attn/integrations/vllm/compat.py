@@ -150,6 +150,25 @@ def features_of(vllm_config: Any, spec: Any) -> Features:
     )
 
 
+def gather_ranks(rows: torch.Tensor) -> torch.Tensor:
+    """The tensors of all DCP ranks, one behind another in their first dimension."""
+    gathered: torch.Tensor = dcp_group().all_gather(rows.contiguous(), dim=0)
+    return gathered
+
+
+def hides_dcp() -> bool:
+    """True where the engine that is being made has DCP, but does not say so when it selects.
+
+    That is vLLM 0.26; vLLM 0.33 asks a backend for it by ``use_dcp``.
+    """
+    from vllm.config import get_current_vllm_config_or_none
+
+    vllm_config = get_current_vllm_config_or_none()
+    if not BACKENDS_SHAPE_CACHES or vllm_config is None:
+        return False
+    return bool(vllm_config.parallel_config.decode_context_parallel_size > 1)
+
+
 def verified_tokens(vllm_config: Any) -> int:
     """Tokens of a request in a verify: 1 and its drafts."""
     return 1 + (getattr(vllm_config.speculative_config, "num_speculative_tokens", None) or 0)
@@ -170,13 +189,13 @@ def sparse_reasons(most_heads: int) -> list[str]:
         return []
     parallel = config.parallel_config
     heads = config.model_config.get_num_attention_heads(parallel)
+    # Under DCP a rank attends with the heads of all ranks that share its keys.
+    heads *= parallel.decode_context_parallel_size
     found = {
         f"{heads} query heads per rank not supported (served: 1 to {most_heads})": heads
         > most_heads,
         "HiSparse not supported": getattr(config.attention_config, "hisparse_config", None)
         is not None,
-        # vLLM 0.33 asks for it in the selection.
-        "DCP not supported": BACKENDS_SHAPE_CACHES and parallel.decode_context_parallel_size > 1,
     }
     return [reason for reason, is_there in found.items() if is_there]
 
@@ -222,3 +241,28 @@ def indexer_cache_dtype(vllm_config: Any) -> str:
     if hasattr(attention, "use_fp4_indexer_cache"):
         return "mxfp4" if attention.use_fp4_indexer_cache else "auto"
     return str(attention.indexer_kv_dtype)
+
+
+def dcp_ranks_of(vllm_config: Any) -> tuple[int, int]:
+    """Ranks that share the tokens of a request, and the index of this rank; (1, 0) without DCP."""
+    if vllm_config.parallel_config.decode_context_parallel_size == 1:
+        return 1, 0
+    group = dcp_group()
+    return int(group.world_size), int(group.rank_in_group)
+
+
+def merge_by_lse_alone(layer: Any) -> None:
+    """Have vLLM 0.33 merge the ranks of a layer by the LSEs that our impl returns.
+
+    vLLM also masks the rows of requests of which a rank keeps no key. It finds them by lengths and
+    starts of a record of its own, in which prompts that attend lists are not decodes. The LSE of
+    such rows is ``-inf`` here in any case. In 0.26 there is nothing to do.
+
+    Args:
+        layer: an ``MLAAttention`` of sparse attention.
+    """
+    manager = getattr(layer, "dcp_manager", None)
+    if manager is None:
+        return
+    merge = manager.combine
+    manager.combine = lambda output, lse, **_: merge(output, lse)

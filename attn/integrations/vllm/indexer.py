@@ -18,6 +18,7 @@ An indexer that was not adopted runs vLLM's function. Before the first adoption 
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -35,9 +36,9 @@ from vllm.v1.attention.backend import AttentionMetadataBuilder as VllmBuilder
 from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerBackend
 
 from attn.impls.sparse.indexer import IndexInputs, SparseIndexer
-from attn.integrations.vllm import compat, translate
-from attn.integrations.vllm.indexer_late import FIRST_WITH_E4M3
+from attn.integrations.vllm import choice, compat, translate
 from builders.sparse.indexer import IndexerMetadataBuilder, scratch_of
+from specs.devices import DeviceKind
 from specs.kv_cache import IndexerSpec
 from specs.rows import INDEXER_PAGE, SCALE_BYTES
 
@@ -98,9 +99,7 @@ def adopt(indexer: Any) -> None:
         )
     setattr(cache, _ADOPTED, Adopted(indexer.n_head, op.topk_tokens, config))
     cache.get_attn_backend = lambda: IndexerBackend
-    capability = current_platform.get_device_capability()
-    is_cuda = current_platform.is_cuda()
-    if is_cuda and capability is not None and tuple(capability) < FIRST_WITH_E4M3:
+    if choice.device_of(current_platform.get_device_capability()) is DeviceKind.SM80:
         # vLLM's fused kernel converts to e4m3 in hardware, which these GPUs lack.
         indexer.use_fused_indexer_q = False
     serve_op(current_platform.dispatch_key)
@@ -126,9 +125,9 @@ def reasons(vllm_config: Any) -> list[str]:
             f"block_size {cache.block_size} not supported by the indexer (its pages hold "
             f"{INDEXER_PAGE} tokens)"
         )
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name) > 1:
-            found.append(f"{name} {getattr(parallel, name)} not supported by the indexer")
+    ranks = parallel.prefill_context_parallel_size
+    if ranks > 1:
+        found.append(f"prefill_context_parallel_size {ranks} not supported by the indexer")
     topk = compat.indexer_topk_backend(vllm_config)
     if topk != "auto":
         found.append(
@@ -169,53 +168,41 @@ def serve_op(dispatch_key: str) -> None:
 def indexer_step() -> Callable[..., torch.Tensor]:
     """The function that stands for vLLM's ``sparse_attn_indexer``."""
     theirs = vllm_op.sparse_attn_indexer
+    names = tuple(inspect.signature(theirs).parameters)
 
-    def sparse_attn_indexer(
-        hidden_states: torch.Tensor,
-        k_cache_prefix: Any,
-        kv_cache: torch.Tensor,
-        q_quant: torch.Tensor,
-        q_scale: torch.Tensor | None,
-        k: torch.Tensor | None,
-        weights: torch.Tensor,
-        quant_block_size: int,
-        scale_fmt: str | None,
-        topk_tokens: int,
-        head_dim: int,
-        max_model_len: int,
-        total_seq_lens: int,
-        topk_indices_buffer: torch.Tensor,
-        skip_k_cache_insert: bool,
-        *others: Any,
-        **named: Any,
-    ) -> torch.Tensor:
+    def sparse_attn_indexer(*given: Any, **named: Any) -> torch.Tensor:
         """List the keys of each token; arguments and result are those of vLLM's function."""
-        context, name = get_forward_context(), _resolve_layer_name(k_cache_prefix)
+        values = dict(zip(names, given, strict=False)) | named
+        context, name = get_forward_context(), _resolve_layer_name(values["k_cache_prefix"])
         adopted = getattr(context.no_compile_layers.get(name), _ADOPTED, None)
         if adopted is None:
-            given = (
-                *(hidden_states, k_cache_prefix, kv_cache, q_quant, q_scale, k, weights),
-                *(quant_block_size, scale_fmt, topk_tokens, head_dim, max_model_len),
-                *(total_seq_lens, topk_indices_buffer, skip_k_cache_insert),
-            )
-            listed: torch.Tensor = theirs(*given, *others, **named)
+            listed: torch.Tensor = theirs(*given, **named)
             return listed
+        buffer: torch.Tensor = values["topk_indices_buffer"]
         if not isinstance(context.attn_metadata, dict):
             # The profiling run, by which vLLM finds out how much memory is left for the caches.
-            _reserve(adopted, context.no_compile_layers[name], topk_indices_buffer.device)
-            return topk_indices_buffer
-        key = None if skip_k_cache_insert else k
-        record = context.attn_metadata[name]
-        SparseIndexer(topk_indices_buffer[:, :topk_tokens]).forward(
-            IndexInputs(q_quant, key, weights, kv_cache, record)
+            _reserve(adopted, context.no_compile_layers[name], buffer.device)
+            return buffer
+        record, topk = context.attn_metadata[name], values["topk_tokens"]
+        key = None if values["skip_k_cache_insert"] else values["k"]
+        _indexer(buffer[:, :topk], record.stripe is not None).forward(
+            IndexInputs(values["q_quant"], key, values["weights"], values["kv_cache"], record)
         )
-        if topk_indices_buffer.shape[1] > topk_tokens:
-            topk_indices_buffer[: record.num_actual_tokens, topk_tokens:] = -1
-        return topk_indices_buffer
+        if buffer.shape[1] > topk:
+            buffer[: record.num_actual_tokens, topk:] = -1
+        return buffer
 
     # As with vLLM's function, a graph that is captured piece by piece has a gap here.
     step: Callable[..., torch.Tensor] = vllm_op.eager_break_during_capture(sparse_attn_indexer)
     return step
+
+
+def _indexer(lists: torch.Tensor, shares_keys: bool) -> SparseIndexer:
+    """The object that writes ``lists``; ranks that share keys exchange candidates."""
+    indexer = SparseIndexer(lists)
+    if shares_keys:
+        indexer.all_gather = compat.gather_ranks
+    return indexer
 
 
 def _reserve(adopted: Adopted, cache: Any, device: torch.device) -> None:
@@ -223,7 +210,8 @@ def _reserve(adopted: Adopted, cache: Any, device: torch.device) -> None:
     if adopted.is_planned or device in _reserved:
         return
     spec = cache.get_kv_cache_spec(adopted.vllm_config)
-    config = translate.engine_config(adopted.vllm_config, spec, adopted.heads)
+    ranks = compat.dcp_ranks_of(adopted.vllm_config)
+    config = translate.engine_config(adopted.vllm_config, spec, adopted.heads, *ranks)
     scratch = scratch_of(config, spec.head_size - SCALE_BYTES).values()
     nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in scratch)
     _reserved[device] = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -259,7 +247,10 @@ class IndexerBuilder(IndexerMetadataBuilder, VllmBuilder):  # type: ignore[misc]
             dtype=vllm_config.model_config.dtype,
         )
         heads = {one.heads for one in adopted}
-        config = translate.engine_config(vllm_config, kv_cache_spec, max(heads, default=1))
+        most = max(heads, default=1)
+        # A draft model may keep its keys whole while ranks share those of the model it drafts for.
+        ranks = compat.dcp_ranks_of(adopted[0].vllm_config if adopted else vllm_config)
+        config = translate.engine_config(vllm_config, kv_cache_spec, most, *ranks)
         super().__init__(spec, layer_names, config, device)
         # vLLM's block tables are as wide as its longest sequence needs, but dummy batches before a
         # capture have longer lengths, so the table's width is not checked.
@@ -285,7 +276,7 @@ class IndexerBuilder(IndexerMetadataBuilder, VllmBuilder):  # type: ignore[misc]
         key = torch.zeros(1, self.head_dim, dtype=dtype, device=self.device)
         cache = self.kv_cache_spec.layout().allocate(2, self.device)
         lists = torch.empty(self.threshold + 1, self.topk, dtype=torch.int32, device=self.device)
-        SparseIndexer(lists).warm_up(query, key, cache, self)
+        _indexer(lists, self.stripe is not None).warm_up(query, key, cache, self)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:

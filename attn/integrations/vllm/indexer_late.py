@@ -21,8 +21,12 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any, Final
 
+from specs.devices import ComputeCapability, DeviceKind, kind_of
+
 logger = logging.getLogger("vllm.attn_backends")
 
+MEMBERS: Final = "attn.integrations.vllm.members"
+"""The module that has the adapted classes."""
 OP_MODULE: Final = "vllm.model_executor.layers.sparse_attn_indexer"
 FUSED_MODELS: Final = "vllm.models.deepseek_v32"
 """Package of the models with fused kernels in vLLM 0.33."""
@@ -32,8 +36,8 @@ GENERIC_MODELS: Final = {
     "DeepseekV32MTPModel": "vllm.model_executor.models.deepseek_mtp:DeepSeekMTP",
 }
 """Import path of vLLM's generic class for each architecture with fused kernels."""
-FIRST_WITH_E4M3: Final = (8, 9)
-"""First compute capability that converts to e4m3 in hardware."""
+_OLD: Final = DeviceKind.SM80
+"""Kind of the GPUs that do not convert to e4m3 in hardware."""
 _MARK: Final = "attn_backends_spares_deep_gemm"
 
 
@@ -86,8 +90,6 @@ def _will_be_ours() -> bool:
     from vllm.config import get_current_vllm_config
     from vllm.v1.attention.selector import get_attn_backend
 
-    from attn.integrations.vllm import members
-
     config = get_current_vllm_config()
     try:
         backend = get_attn_backend(
@@ -101,7 +103,7 @@ def _will_be_ours() -> bool:
     except ValueError:
         # The layer will say why no backend serves it.
         return False
-    return bool(backend.__module__ == members.__name__)
+    return bool(backend.__module__ == MEMBERS)
 
 
 def use_generic_models() -> None:
@@ -112,7 +114,7 @@ def use_generic_models() -> None:
     from vllm.platforms import current_platform
 
     capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
-    if capability is None or tuple(capability) >= FIRST_WITH_E4M3:
+    if capability is None or kind_of(ComputeCapability.model_validate(capability)) is not _OLD:
         return
     from vllm.model_executor.models.registry import ModelRegistry
 

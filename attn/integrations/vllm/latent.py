@@ -7,7 +7,7 @@ prefill it expands latent rows with the up-projections that vLLM's layer keeps f
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from vllm.logger import init_logger
@@ -43,6 +43,8 @@ class LatentBackend(CommonBackend):
     @classmethod
     def validate(cls, config: AttentionSelectorConfig, device_capability: Any) -> list[str]:
         """Every reason why not; vLLM's own way to keep the up-projections may be one."""
+        if compat.hides_dcp():
+            config = config.replace(use_dcp=True)
         reasons = super().validate(config, device_capability)
         variables = compat.quantised_up_projections()
         if variables:
@@ -76,6 +78,23 @@ class LatentImpl:
 
     vllm_layer: Any = None
     """The ``MLAAttention`` that owns the impl; None until a builder sets it."""
+    dcp_world_size: int
+
+    def __init__(self, num_heads: int, *args: Any, **extras: Any) -> None:
+        """Take vLLM's arguments.
+
+        Raises:
+            ValueError: a sliding window under decode context parallelism, of which vLLM does not
+                ask when it selects; or an argument that our impl refuses.
+        """
+        base: Any = super()
+        base.__init__(num_heads, *args, **extras)
+        window = self.sliding_window  # type: ignore[attr-defined]
+        if self.dcp_world_size > 1 and window is not None:
+            raise ValueError(
+                f"decode_context_parallel_size {self.dcp_world_size} does not go together with a "
+                "sliding window"
+            )
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Do nothing: ``kv_b_proj`` may be packed here, and vLLM's layer splits it afterwards."""
@@ -105,6 +124,8 @@ class LatentBuilder:
     """Our name and vLLM's, for the log."""
     phase_kernels: Mapping[str, str]
     step_limits: StepLimits
+    depends_on_chunks: ClassVar[bool] = True
+    """A prompt's bits depend on how it is cut into chunks, even with batch invariance."""
 
     def __init__(
         self,
@@ -121,20 +142,18 @@ class LatentBuilder:
             device: where the records' tensors live.
 
         Raises:
-            ValueError: layers with different numbers of query heads, decode context parallelism,
-                or whatever our builder refuses.
+            ValueError: layers with different numbers of query heads, or whatever our builder
+                refuses.
         """
         layers = translate.layers_of(vllm_config, layer_names)
-        ranks = vllm_config.parallel_config.decode_context_parallel_size
-        if ranks > 1:
-            raise ValueError(f"decode_context_parallel_size must be 1 for MLA layers, got {ranks}")
         heads = translate.query_heads(vllm_config, layers)
         dtype = vllm_config.model_config.dtype
         rope = {layer.qk_rope_head_dim for layer in layers} or {64}
         spec = translate.kv_cache_spec(
             kv_cache_spec, vllm_config.cache_config.cache_dtype, dtype, max(rope)
         ).replace(page_size_padded=None)
-        config = translate.engine_config(vllm_config, kv_cache_spec, heads)
+        ranks = translate.dcp_ranks(layers)
+        config = translate.engine_config(vllm_config, kv_cache_spec, heads, *ranks)
         scales = {layer.impl.scale for layer in layers}
         if len(scales) == 1:
             config = config.replace(softmax_scale=scales.pop())
@@ -145,7 +164,10 @@ class LatentBuilder:
         self.step_limits = self.step_limits.without_table()
         for layer in layers:
             layer.impl.vllm_layer = layer
+            layer.impl.all_gather = compat.gather_ranks if ranks[0] > 1 else None
         logger.info("%s", served_line(self.label, spec, heads, layer_names, self.phase_kernels))
+        if self.depends_on_chunks and config.batch_invariant:
+            _warn_of_chunks(self.label, vllm_config)
         if device.type == "cuda":
             features = compat.features_of(vllm_config, kv_cache_spec)
             warm_up(self, layers, features.output_quant)
@@ -156,6 +178,17 @@ class LatentBuilder:
         ours: Any = super()
         level = ours.get_cudagraph_support(vllm_config, kv_cache_spec)
         return compat.cudagraph_support(level.value)
+
+
+def _warn_of_chunks(label: str, vllm_config: Any) -> None:
+    """Log that prefix caching cuts prompts by what was served before, where it is on."""
+    if vllm_config.cache_config.enable_prefix_caching:
+        logger.warning(
+            "%s: with batch invariance a prompt has the same bits where it is cut into the same "
+            "chunks, and prefix caching cuts it by what was served before; turn it off by "
+            "--no-enable-prefix-caching",
+            label,
+        )
 
 
 class _Unwrapped:

@@ -7,11 +7,13 @@ from, rows with block scales, and what vLLM asks a sparse impl for.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
 
-from attn.integrations.vllm import compat
+from attn.integrations.vllm import compat, translate
 from attn.integrations.vllm.latent import LatentBackend, LatentBuilder, LatentImpl
 from builders.latent.prefill import check_head_pair
 from builders.sparse.choice import width_reasons
@@ -62,6 +64,12 @@ class SparseBackend(LatentBackend):
         # A draft model's layers may have other widths than the model whose configuration this is.
         if widths is not None and sum(widths) == config.head_size:
             reasons += width_reasons(*widths)
+        engine = get_current_vllm_config_or_none()
+        if engine is not None:
+            # The op's module is large, and only sparse layers need it.
+            from attn.integrations.vllm.indexer import reasons as indexer_reasons
+
+            reasons += indexer_reasons(engine)
         return reasons + compat.sparse_reasons(MOST_HEADS)
 
 
@@ -109,8 +117,10 @@ class SparseImpl(LatentImpl):
             ValueError: more heads than a kernel takes; neither an indexer with a buffer nor a
                 buffer; or an indexer that our kernels do not serve.
         """
-        if num_heads > MOST_HEADS:
-            raise ValueError(f"num_heads must be 1 to {MOST_HEADS} per rank, got {num_heads}")
+        # Under DCP a rank attends with the heads of all ranks that share its keys.
+        heads = num_heads * self.dcp_world_size
+        if heads > MOST_HEADS:
+            raise ValueError(f"num_heads must be 1 to {MOST_HEADS} per rank, got {heads}")
         lists = _SharedLists(topk_indices_buffer) if indexer is None else indexer
         if hasattr(indexer, "indexer_op"):
             # The op's module is large, and only layers with an indexer of vLLM's need it.
@@ -143,6 +153,22 @@ class SparseImpl(LatentImpl):
 
 class SparseBuilder(LatentBuilder):
     """A builder made from vLLM's objects. It takes vLLM's batches, which have the same fields."""
+
+    def __init__(
+        self,
+        kv_cache_spec: Any,
+        layer_names: Sequence[str],
+        vllm_config: Any,
+        device: torch.device,
+    ) -> None:
+        """Take the arguments of :class:`LatentBuilder`.
+
+        Raises:
+            ValueError: whatever that class refuses.
+        """
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        for layer in translate.layers_of(vllm_config, layer_names):
+            compat.merge_by_lse_alone(layer)
 
     @classmethod
     def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int | None:

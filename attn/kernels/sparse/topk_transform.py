@@ -10,6 +10,7 @@ import triton.language as tl
 
 from builders.launch.call import KernelCall
 from builders.sparse.arguments import TopkLists
+from builders.splitkv.stripe import Stripe
 
 _VARYING: Final = ["table_width"]
 _ANYWHERE: Final = [
@@ -37,19 +38,28 @@ def topk_transform_kernel(
     PAGE_SIZE: tl.constexpr,
     KIND: tl.constexpr,
     COMPACT: tl.constexpr,
+    DCP_SIZE: tl.constexpr,
+    DCP_RANK: tl.constexpr,
+    INTERLEAVE: tl.constexpr,
 ):
     """Translate lists ``[T, TOPK]`` to ``[T, WIDTH]``; grid ``(T,)``.
 
     TILE is a power of two, at least WIDTH. KIND is "paged" (entries become slots of the cache),
     "ragged" (entries become rows of a buffer, by the request's offset) or "gathered" (slots go to
     ``slots_ptr`` ``[T, WIDTH]``, and entries become rows of a buffer of T * WIDTH rows). With
-    COMPACT, listed entries come first, and their number is written to ``counts_ptr`` ``[T]``.
+    COMPACT, listed entries come first, and their number is written to ``counts_ptr`` ``[T]``. With
+    DCP_SIZE above 1, entries are those of the keys of rank DCP_RANK, which keeps INTERLEAVE tokens
+    in its turn.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, TILE)
     token = tl.load(ids_ptr + row * ids_row + column, mask=column < TOPK, other=-1)
     # A key that the query token does not see has no entry in the table and no row in the buffer.
     listed = (token >= 0) & (token < tl.load(visible_ptr + row))
+    if DCP_SIZE > 1:
+        turn = token // INTERLEAVE
+        listed = listed & (turn % DCP_SIZE == DCP_RANK)
+        token = turn // DCP_SIZE * INTERLEAVE + token % INTERLEAVE
     req = tl.load(reqs_ptr + row).to(tl.int64)
     if KIND == "ragged":
         entry = token + tl.load(offsets_ptr + req)
@@ -86,6 +96,7 @@ def topk_transform_call(
 ) -> KernelCall:
     """The launch of :func:`attn.ops.topk_transform.transform_topk`, which checks the arguments."""
     rows, width = out.shape
+    stripe = lists.stripe or Stripe(1, 0, 1)
     arguments = {
         "ids_ptr": lists.ids,
         "visible_ptr": lists.visible_lens,
@@ -104,5 +115,8 @@ def topk_transform_call(
         "PAGE_SIZE": block_size,
         "KIND": kind,
         "COMPACT": counts is not None,
+        "DCP_SIZE": stripe.size,
+        "DCP_RANK": stripe.rank,
+        "INTERLEAVE": stripe.interleave,
     }
     return KernelCall(topk_transform_kernel, (rows,), arguments, num_warps=4)

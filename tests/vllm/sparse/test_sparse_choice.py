@@ -87,7 +87,8 @@ def many_heads(config: Any) -> None:
     config.model_config.get_num_attention_heads = lambda _: 192
 
 
-def ranks(config: Any) -> None:
+def heads_of_all_ranks(config: Any) -> None:
+    config.model_config.get_num_attention_heads = lambda _: 96
     config.parallel_config.decode_context_parallel_size = 2
 
 
@@ -106,7 +107,7 @@ def no_rotary_part(config: Any) -> None:
     [
         (no_rotary_part, "qk_rope_head_dim must be a power of two from 32 on, got 0"),
         (many_heads, "192 query heads per rank not supported .served: 1 to 128"),
-        (ranks, "DCP not supported"),
+        (heads_of_all_ranks, "192 query heads per rank not supported .served: 1 to 128"),
         (small_blocks, "block_size not supported .got 32, served: any multiple of 64"),
     ],
 )

@@ -498,7 +498,7 @@ def test_another_plugin_s_op_stays(
         logging.getLogger("vllm.attn_backends").removeHandler(caplog.handler)
     assert isinstance(layer.op, Theirs)
     assert layer.cache.get_attn_backend() is vllm_builders.DeepseekV32IndexerBackend
-    assert "the indexer's op is tests.vllm.test_indexer" in caplog.text
+    assert "the indexer's op is tests.vllm.test_indexer_layers" in caplog.text
 
 
 REFUSED: dict[str, tuple[dict[str, Any], Callable[[Any], None], str]] = {
