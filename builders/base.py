@@ -132,9 +132,11 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
 
     @property
     def phase_kernels(self) -> dict[str, str]:
-        """Names of the kernels that were chosen for the group's steps, by ``decode``, ``prefill``.
+        """Names of the kernels that were chosen for the group's steps, by phase.
 
-        A phase that the layers do not have is left out. Empty where a backend names no kernels.
+        Phases are ``decode`` and ``prefill``; for sparse layers also ``short``, prefills that
+        attend every key. A phase that the layers do not have is left out. Empty where a backend
+        names no kernels.
         """
         return {}
 

@@ -125,7 +125,9 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
                 names["hopper" if self._launches.is_hopper(plan.phase) else "triton"] = None
             if plan.kernel is not SparseKernel.TRITON_SPARSE:
                 names[plan.kernel.value] = None
-        return {phase: "/".join(names) for phase, names in sorted(found.items())}
+        kernels = {phase: "/".join(names) for phase, names in sorted(found.items())}
+        # Prefills whose lists would be full attend every key instead.
+        return kernels if self.expanded is None else kernels | {"short": self.expanded.kernel}
 
     def _own_launches(self, plans: Sequence[PhasePlan]) -> SparseLaunches:
         spec: Any = self.kv_cache_spec

@@ -168,6 +168,8 @@ class Kind:
     window: int | None = None
     heads: int = HEADS
     member: str = "CUSTOM"
+    named: str = ""
+    """Our backend for ``CUSTOM``; the best one where empty."""
     settings: dict[str, Any] = field(default_factory=dict)
 
 
@@ -177,6 +179,7 @@ KINDS = {
     "fp16": Kind(),
     "fp16 by override": Kind(member="TRITON_MLA"),
     "bf16": Kind("bfloat16"),
+    "reference": Kind(named="TORCH_REF_MLA"),
     "fp8 blocks of 48": Kind(settings={"cache_dtype": "fp8", **BLOCKS_OF_48}),
     "fp8 e4m3 by override": Kind(member="TRITON_MLA", settings={"cache_dtype": "fp8_e4m3"}),
     "window": Kind(window=13),
@@ -190,7 +193,11 @@ KINDS = {
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_latent_layer_runs_on_ours_and_is_right(
-    cuda: Callable[..., None], runner_of: Callable[..., LatentRunner], name: str
+    plugin: Any,
+    cuda: Callable[..., None],
+    runner_of: Callable[..., LatentRunner],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
 ) -> None:
     cuda()
     kind = KINDS[name]
@@ -198,8 +205,11 @@ def test_a_latent_layer_runs_on_ours_and_is_right(
     if not given.keys() <= inspect.signature(mla_attention.MLAAttention).parameters.keys():
         pytest.skip("this vLLM has no latent layers with a window")
     layer = {**given, "heads": kind.heads}
+    monkeypatch.setenv("ATTN_VLLM_BACKEND", kind.named)
     runner = runner_of(kind.dtype, layer=layer, member=kind.member, **kind.settings)
-    assert type(runner.layer.impl).__module__ == "attn.integrations.vllm.members"
+    impl = type(runner.layer.impl)
+    assert impl.__module__ == "attn.integrations.vllm.members"
+    assert (kind.named or "TRITON_MLA") in impl.__name__
     assert runner.layer.get_attn_backend().get_name() == kind.member
     requests = whole_requests(MIX[1], runner.dtype, kind.window, kind.heads)
     table = runner.table

@@ -19,6 +19,9 @@ from specs.attention import AttentionSelectorConfig
 
 logger = init_logger("vllm.attn_backends")
 
+BLOCK_SIZE = 64
+"""Tokens of a block of latent rows, if the user asks for no size."""
+
 
 class LatentBackend(CommonBackend):
     """Methods of a latent backend that differ for vLLM."""
@@ -50,6 +53,18 @@ class LatentBackend(CommonBackend):
         if variables:
             reasons.append(f"quantised up-projections not supported ({', '.join(variables)})")
         return reasons
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int = 16) -> int:
+        """64 tokens, unless the default is larger or no kernel takes 64.
+
+        The Hopper kernels read 64 rows at a time: one load from a block of 64, four from blocks of
+        16.
+        """
+        ours: Any = super()
+        preferred = max(default_block_size, BLOCK_SIZE)
+        taken = ours.supports_block_size(preferred)
+        return int(ours.get_preferred_block_size(preferred if taken else default_block_size))
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:

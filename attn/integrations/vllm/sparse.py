@@ -164,6 +164,9 @@ class SparseImpl(LatentImpl):
 class SparseBuilder(LatentBuilder):
     """A builder made from vLLM's objects. It takes vLLM's batches, which have the same fields."""
 
+    depends_on_chunks: ClassVar[bool] = False
+    """With batch invariance every token attends its own list, however its prompt is cut."""
+
     def __init__(
         self,
         kv_cache_spec: Any,

@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import vllm.platforms
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import get_attn_backend
+from vllm.v1.worker import utils
 
-from attn.integrations.vllm import choice, members, router
+from attn.integrations.vllm import choice, compat, members, router
 from attn.integrations.vllm.choice import LayerKind
 from attn.registry import RegisteredBackend
 from specs.devices import DeviceKind
@@ -183,6 +186,64 @@ def test_a_kind_of_layer_can_be_left_to_vllm(
         assert get_attn_backend(**asked("TRITON_MLA")) is class_of("TRITON_MLA")
         assert get_attn_backend(**asked("SPARSE_MLA")) is class_of("SPARSE_MLA")
         assert get_attn_backend(**asked("TRITON_ATTN")).get_name() == "FLEX_ATTENTION"
+
+
+@pytest.mark.parametrize("order", [tuple(ASKED), tuple(reversed(ASKED))])
+def test_a_model_of_every_kind_of_layer_gets_blocks_and_a_layout_that_all_take(
+    registered: Any,
+    make_config: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    order: tuple[str, ...],
+) -> None:
+    if compat.BACKENDS_SHAPE_CACHES:
+        # vLLM 0.26 asks the class of the first layer alone.
+        order = ("SPARSE_MLA", *order)
+    config = make_config()
+    config.cache_config.user_specified_block_size = False
+    layers = {}
+    with set_current_vllm_config(config):
+        for index, name in enumerate(order):
+            layers[f"model.layers.{index}"] = selected(get_attn_backend(**asked(name)))
+    config.compilation_config.static_forward_context.update(layers)
+    vllm.platforms.current_platform.update_block_size_for_backend(config)
+    size = config.cache_config.block_size
+    classes = [layer.get_attn_backend() for layer in layers.values()]
+    assert size == 64
+    assert all(cls.supports_block_size(size) for cls in classes)
+    assert utils.select_common_block_size(size, classes) in (16, 64)
+    if not compat.BACKENDS_SHAPE_CACHES:
+        from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
+
+        assert get_supported_kv_cache_layouts(classes)
+
+
+@pytest.mark.parametrize(("name", "size"), [("TRITON_ATTN", 16), ("TRITON_MLA", 64)])
+def test_blocks_of_one_kind_of_layer_have_the_size_that_its_kernels_like(
+    registered: Any, make_config: Callable[..., Any], name: str, size: int
+) -> None:
+    config = make_config()
+    config.cache_config.user_specified_block_size = False
+    with set_current_vllm_config(config):
+        layer = selected(get_attn_backend(**asked(name)))
+    config.compilation_config.static_forward_context["model.layers.0"] = layer
+    vllm.platforms.current_platform.update_block_size_for_backend(config)
+    assert config.cache_config.block_size == size
+    assert layer.get_attn_backend().get_preferred_block_size(128) == 128
+
+
+def selected(backend: Any) -> Any:
+    """A layer of a model, of which only its backend is asked."""
+
+    class Layer(AttentionLayerBase):
+        impl: Any = None
+
+        def get_attn_backend(self) -> Any:
+            return backend
+
+        def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+            raise NotImplementedError
+
+    return Layer()
 
 
 @pytest.mark.parametrize("name", ASKED)
