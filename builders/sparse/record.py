@@ -98,6 +98,9 @@ class ShortPrefill(LatentPrefill):
     for every head costs less and reads no list.
     """
 
+    context_slots: tuple[torch.Tensor, ...] = field(kw_only=True)
+    """``[R' * span]`` int32 for each chunk of context: the cache slot of each row of the workspace,
+    -1 for none. Empty where the cache's rows are expanded as they are."""
     max_seq_len: int = field(kw_only=True)
     """Host bound on the keys of a request."""
     use_dense_mha: ClassVar[bool] = True

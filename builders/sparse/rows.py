@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from builders.latent.prefill import PagedRows
 from specs.base import cdiv
 
 _TILE = 256
@@ -192,3 +193,21 @@ def list_context(
     owned = (found < reqs) & (page < width)
     block = block_table[known, page.clamp(max=width - 1).long()]
     slots.copy_(torch.where(owned, block * page_size + position % page_size, -1))
+
+
+def chunk_slots(rows: PagedRows, page_size: int) -> torch.Tensor:
+    """Cache slots of a chunk of some requests' context; nothing is read back from the device.
+
+    Args:
+        rows: the chunk's tokens of R requests.
+        page_size: tokens of a block.
+
+    Returns:
+        ``[R * span]`` int32; -1 past a request's tokens, and for tokens beyond the table.
+    """
+    place = torch.arange(rows.span, dtype=torch.int32, device=rows.lens.device)
+    token = rows.starts[:, None] + place
+    page, width = token // page_size, rows.block_table.shape[1]
+    block = rows.block_table.gather(1, page.clamp(max=width - 1).long())
+    owned = (place < rows.lens[:, None]) & (page < width)
+    return torch.where(owned, block * page_size + token % page_size, -1).view(-1)

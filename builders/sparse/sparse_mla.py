@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from builders.batch import (
 from builders.buffers import GraphBuffers
 from builders.checks.debug import debug_limits
 from builders.device import device_facts, runs_gluon
-from builders.latent.prefill import PAGE, ExpandedPrefill, with_block_table
+from builders.latent.prefill import PAGE, ExpandedPrefill, LatentContext, with_block_table
 from builders.sparse.choice import (
     NAME,
     BatchStats,
@@ -38,7 +37,7 @@ from builders.sparse.choice import (
 from builders.sparse.hopper_tiles import HopperOptions, sparse_kernel_of
 from builders.sparse.launches import SparseLaunch, SparseLaunches
 from builders.sparse.record import RowChunk, ShortPrefill, SparseMLAMetadata, SparseRows
-from builders.sparse.rows import RowLengths, context_slots, fill_rows
+from builders.sparse.rows import RowLengths, chunk_slots, context_slots, fill_rows
 from builders.sparse.tiles import SparseShape
 from builders.sparse.vendor_calls import CallPlanner
 from builders.splitkv.stripe import Stripe
@@ -278,15 +277,23 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
         """The plan of prefills that attend every key; None where they attend their lists."""
         if self.expanded is None or not bounds or max(bounds) > self.setup.topk:
             return None
-        if self.setup.layout is LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE:
-            # Rows with block scales are not expanded, so no request may have any cached.
-            starts: list[int] = batch.query_start_loc_cpu[decodes : batch.num_reqs + 1].tolist()
-            counts = (until - since for since, until in pairwise(starts))
-            if any(bound > count for bound, count in zip(bounds, counts, strict=True)):
-                return None
         plan = self.expanded.plan(batch, decodes)
-        sizes = plan.num_tokens, plan.max_query_len
-        return ShortPrefill(*sizes, plan.own, plan.context, max_seq_len=max(bounds))
+        is_shared = self.stripe is not None and plan.context is not None
+        if is_shared and self.setup.layout is LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE:
+            # Rows that ranks exchange are not converted.
+            return None
+        return ShortPrefill(
+            *(plan.num_tokens, plan.max_query_len, plan.own, plan.context),
+            context_slots=self._context_slots(plan.context),
+            max_seq_len=max(bounds),
+        )
+
+    def _context_slots(self, context: LatentContext | None) -> tuple[torch.Tensor, ...]:
+        """For each chunk of context the slots of its rows, where rows have block scales."""
+        if context is None or self.setup.layout is not LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE:
+            return ()
+        size = self.kv_cache_spec.block_size
+        return tuple(chunk_slots(context.rows(one), size) for one in range(len(context.lens)))
 
     def warm_up_steps(self) -> Iterator[tuple[CommonAttentionMetadata, SparseMLAMetadata]]:
         """One small step for each kernel that may take rows, and for each way to launch it.
@@ -570,7 +577,8 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
         if metadata.prefill is not None:
             first = metadata.num_decodes
             table = block_table[first : first + metadata.num_prefills]
-            metadata.prefill = with_block_table(metadata.prefill, table, metadata.slot_mapping)
+            short = with_block_table(metadata.prefill, table, metadata.slot_mapping)
+            metadata.prefill = replace(short, context_slots=self._context_slots(short.context))
 
 
 def forward_mode(batch: CommonAttentionMetadata, found: BatchSplit) -> ForwardMode:

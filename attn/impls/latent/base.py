@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from attn.kernels.dense.launcher import DenseLauncher
     from builders.base import AttentionMetadata
     from builders.dense.record import TritonAttentionMetadata
+    from builders.latent.prefill import PagedRows
 
 
 class LatentImpl(MLAAttentionImpl):
@@ -171,7 +172,6 @@ class LatentImpl(MLAAttentionImpl):
         context, count = prefill.context, prefill.num_tokens
         pieces = len(context.lens)
         keys = self._workspace(q, len(context.block_table) * context.span // PAGE, PAGE)
-        factor = k_scale if self.cache_dtype.is_quantized else None
         cache = kv_c_and_k_pe_cache
         for piece in range(pieces):
             if context.stripe is None:
@@ -180,8 +180,7 @@ class LatentImpl(MLAAttentionImpl):
                 if piece % context.ranks == 0:
                     cache = self._exchange(kv_c_and_k_pe_cache, context, piece)
                 paged = context.exchanged(piece)
-            fields = self._fields(cache, self.cache_dtype, q.dtype)
-            self._expand(*fields, keys, paged=paged, scale=factor)
+            self._expand_cached(cache, prefill, piece, paged, keys, k_scale)
             step = context.step_over(piece)
             launcher.attend(step, DenseTensors(q, keys, states[1], scale, scale, lse=lses[1]))
             if piece + 1 < pieces:
@@ -226,6 +225,20 @@ class LatentImpl(MLAAttentionImpl):
 
         tensors = DenseTensors(q, keys, output, scale, scale, output_scale=output_scale)
         self._attender().attend(step, tensors)
+
+    def _expand_cached(
+        self,
+        kv_cache: torch.Tensor,
+        prefill: LatentPrefill,
+        piece: int,
+        paged: PagedRows,
+        into: KVViews,
+        k_scale: torch.Tensor,
+    ) -> None:
+        """Expand the rows of a piece of context, which ``paged`` finds in ``kv_cache``."""
+        fields = self._fields(kv_cache, self.cache_dtype, into.key.dtype)
+        scale = k_scale if self.cache_dtype.is_quantized else None
+        self._expand(*fields, into, paged=paged, scale=scale)
 
     def _expand(self, latent: torch.Tensor, rope: torch.Tensor, into: KVViews, **rows: Any) -> None:
         """Expand latent rows into keys ``[S, H, P + r]`` and values ``[S, H, V]``."""

@@ -24,11 +24,12 @@ from attn.ops.latent_convert import convert_rows, rope_and_write_latent_rows, wr
 from attn.ops.topk_transform import transform_topk
 from builders.checks.debug import debug_enabled, debug_read, debug_slots
 from builders.checks.tensors import check_count, check_latent_rows, k_scale_of, latent_query
-from builders.latent.prefill import check_head_pair
+from builders.latent.prefill import LatentPrefill, PagedRows, check_head_pair
 from builders.sparse.arguments import TopkLists
-from builders.sparse.record import RowChunk, SparseMLAMetadata, SparseRows
+from builders.sparse.record import RowChunk, ShortPrefill, SparseMLAMetadata, SparseRows
 from specs.cache_write import Rotation
 from specs.dtypes import CacheDType, DType
+from specs.layouts import KVViews
 from specs.rows import RowFormat, latent_format_of
 from specs.sparse_mla import IndexKind, SparseKernel
 
@@ -239,6 +240,26 @@ class SparseMLAImpl(LatentImpl):
                 self.forward_mqa(whole, kv_cache, record, layer)
 
         run_compiled(run_steps, builder.device)
+
+    def _expand_cached(
+        self,
+        kv_cache: torch.Tensor,
+        prefill: LatentPrefill,
+        piece: int,
+        paged: PagedRows,
+        into: KVViews,
+        k_scale: torch.Tensor,
+    ) -> None:
+        """Expand the rows of a piece of context; rows with block scales are converted first."""
+        if self.cache_dtype is not CacheDType.FP8_DS_MLA:
+            super()._expand_cached(kv_cache, prefill, piece, paged, into, k_scale)
+            return
+        assert isinstance(prefill, ShortPrefill)
+        slots, dtype = prefill.context_slots[piece], into.key.dtype
+        plain = self._row(CacheDType.AUTO, dtype)
+        rows = into.key.new_empty(len(slots), self.kv_lora_rank + self.qk_rope_head_dim)
+        convert_rows(kv_cache, self._row(self.cache_dtype, dtype), slots, rows, plain, k_scale)
+        self._expand(rows[:, : self.kv_lora_rank], rows[:, self.kv_lora_rank :], into)
 
     def _row(self, cache_dtype: CacheDType, model_dtype: torch.dtype) -> RowFormat:
         """The format of the cache's rows."""

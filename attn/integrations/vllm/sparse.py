@@ -19,7 +19,7 @@ from builders.latent.prefill import check_head_pair
 from builders.sparse.choice import width_reasons
 from specs.attention import AttentionCGSupport, AttentionSelectorConfig
 from specs.dtypes import CacheDType
-from specs.rows import INDEXER_PAGE, LatentFormat
+from specs.rows import LatentFormat
 from specs.sparse_mla import MOST_HEADS
 
 SCALED_WIDTH = 576
@@ -28,16 +28,6 @@ SCALED_WIDTH = 576
 
 class SparseBackend(LatentBackend):
     """Methods of a sparse backend that differ for vLLM."""
-
-    @classmethod
-    def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[Any]:
-        """Kernel block sizes, in vLLM's terms.
-
-        The smallest size is there as a number too: vLLM tries those where several backends must
-        agree on one, and a sparse layer shares its blocks with its indexer.
-        """
-        sizes = super().get_supported_kernel_block_sizes(kv_cache_spec)
-        return [INDEXER_PAGE, *sizes]
 
     @classmethod
     def get_kv_cache_shape(

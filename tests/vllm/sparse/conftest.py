@@ -15,7 +15,7 @@ def runner_of(
     """Makes a runner of a layer on a pretended H100."""
     from vllm.model_executor.layers.attention import mla_attention
 
-    from tests.vllm.sparse.layer import BLOCK_SIZE, NARROW, TOPK, Sizes, SparseRunner
+    from tests.vllm.sparse.sparse_runner import BLOCK_SIZE, NARROW, TOPK, Sizes, SparseRunner
     from tests.vllm.test_latent import NoPrefill
 
     cuda()

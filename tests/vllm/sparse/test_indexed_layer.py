@@ -17,7 +17,7 @@ from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerBackend
 
 from attn.integrations.vllm import indexer as ours
 from tests.vllm.sparse import layer as layers
-from tests.vllm.sparse.layer import BLOCK_SIZE, NARROW, TOPK, Sequences, expected_rows
+from tests.vllm.sparse.sparse_runner import BLOCK_SIZE, NARROW, TOPK, Sequences, expected_rows
 from tests.vllm.views import cache_view
 
 CACHE_NAME = "model.layers.0.self_attn.indexer.k_cache"

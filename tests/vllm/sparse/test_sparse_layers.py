@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.sparse.layer import (
+from tests.vllm.sparse.sparse_runner import (
     NARROW,
     TOPK,
     WIDE,
@@ -72,17 +72,12 @@ def test_short_prompts_attend_every_token_and_read_no_list(
         batch = runner.batch(query_lens, seq_lens)
         record = runner.builder.build(0, batch)
         prompts = sum(query_lens[decodes:])
-        is_direct = cache_dtype != "fp8_ds_mla" or query_lens[decodes:] == seq_lens[decodes:]
-        assert (record.prefill is not None) == (is_direct and prompts > 0)
-        if not is_direct:
-            runner.indexer.fill(chosen.of_step(query_lens, seq_lens))
+        assert (record.prefill is not None) == (prompts > 0)
         output = runner.forward(record, chosen.tokens(), query_lens, seq_lens, batch)
         parts = (slice(0, decodes), expected_rows), (slice(decodes, None), expected_dense)
         for part, answer in parts:
             if not query_lens[part]:
                 continue
-            if not is_direct:
-                answer = expected_rows
             some = Sequences(chosen.requests[part], chosen.lists[part])
             first = sum(query_lens[: part.start])
             rows_of = output[first : first + sum(query_lens[part])]

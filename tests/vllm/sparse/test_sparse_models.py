@@ -7,7 +7,7 @@ reference is a dense model whose masks show each layer the tokens of its lists.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import mla_attention
 from vllm.model_executor.models import deepseek_v2
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from attn.integrations.vllm import members
 from tests.vllm.engine.models import LATENT, make_model, prompts_of
@@ -120,29 +119,22 @@ def answers_of(model: Any, config: Any, tokens: list[int]) -> Tensor:
     return torch.cat(answers)
 
 
-@pytest.fixture
-def custom(plugin: Any) -> Iterator[None]:
-    """Our sparse class, registered as ``CUSTOM``."""
-    path = members.path_of(members.CUSTOM, "SPARSE_MLA")
-    register_backend(AttentionBackendEnum.CUSTOM, path)
-    yield
-    AttentionBackendEnum.CUSTOM.clear_override()
-
-
 def test_a_model_with_sparse_layers_answers_as_its_definition(
     cuda: Callable[..., None],
-    custom: None,
+    plugin: Any,
     one_process: Callable[[], None],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    make_model(LATENT, tmp_path)
+    folder = tmp_path / "model"
+    make_model(LATENT, folder)
     tokens = prompts_of()[-1][:LENGTH]
-    expected = reference_of(tmp_path, tokens)
-    path = tmp_path / "config.json"
+    expected = reference_of(folder, tokens)
+    path = folder / "config.json"
     sparse = {"index_topk": TOPK, "index_topk_pattern": PATTERN}
     path.write_text(json.dumps(json.loads(path.read_text()) | sparse))
     cuda()
+    plugin.register()
     # vLLM makes the buffer of lists on the platform's device.
     monkeypatch.setattr(deepseek_v2.current_platform, "device_type", "cpu")
     ops = torch.library.Library("_C", "FRAGMENT")
@@ -151,11 +143,10 @@ def test_a_model_with_sparse_layers_answers_as_its_definition(
         ops.define("silu_and_mul(Tensor(a!) out, Tensor x) -> ()")
     monkeypatch.setattr(mla_attention, "get_mla_prefill_backend", lambda _: NoPrefill)
     monkeypatch.setattr(deepseek_v2, "Indexer", Lister)
-    config = config_of(tmp_path)
-    config.attention_config.backend = AttentionBackendEnum.CUSTOM
+    config = config_of(folder)
     with set_current_vllm_config(config):
         one_process()
-        model = loaded(config, tmp_path)
+        model = loaded(config, folder)
         layers = config.compilation_config.static_forward_context.values()
         assert [type(layer.impl).__module__ for layer in layers] == [members.__name__] * 3
         assert [layer.indexer is None for layer in layers] == [one == "S" for one in PATTERN]

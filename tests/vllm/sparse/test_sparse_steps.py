@@ -15,7 +15,7 @@ from attn.integrations.vllm import compat
 from attn.integrations.vllm.latent import warm_up
 from specs.sparse_mla import SparseKernel
 from tests.vllm.runner import NAME
-from tests.vllm.sparse.layer import (
+from tests.vllm.sparse.sparse_runner import (
     NARROW,
     TOPK,
     WILD,
