@@ -25,6 +25,8 @@ from vllm.model_executor.layers import sparse_attn_indexer as vllm_op
 from vllm.model_executor.models import deepseek_v2
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.mla import indexer as vllm_builders
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.selector import _cached_get_attn_backend, get_attn_backend
 
 from attn.impls.sparse import indexer as impls
 from attn.integrations.vllm import compat, indexer_late, members
@@ -65,11 +67,13 @@ class Layer:
         *,
         adopted: bool = True,
         is_built: bool = True,
+        heads: int = HEADS,
         module: Any = types.SimpleNamespace,
     ) -> None:
         """Without ``is_built`` there is no metadata builder, and without ``adopted`` no kernel of
         ours; ``module`` is the class of the indexer.
         """
+        self.heads = heads
         self.config, self.random = config, torch.Generator().manual_seed(0)
         self.topk = config.model_config.hf_text_config.index_topk
         self.buffer = torch.full((512, self.topk), 1 << 30, dtype=torch.int32)
@@ -81,7 +85,7 @@ class Layer:
                 self.cache, WIDTH, "ue8m0", self.topk, WIDTH, LONGEST, 40 * LONGEST, self.buffer
             )
             self.module = module(
-                k_cache=self.cache, indexer_op=self.op, n_head=HEADS, use_fused_indexer_q=True
+                k_cache=self.cache, indexer_op=self.op, n_head=heads, use_fused_indexer_q=True
             )
             if adopted:
                 ours.adopt(self.module)
@@ -144,11 +148,15 @@ class Layer:
         assert found.data_ptr() == self.buffer.data_ptr()
         self.check(parts, given, padding)
 
+    def batch_of_too_many(self) -> Any:
+        """Build a step of more tokens than the engine allows."""
+        return self.builder.build(0, self.batch([(0, 0, 200), (1, 0, 200)]))
+
     def inputs(self, parts: Sequence[Part], padding: int) -> tuple[Tensor, ...]:
         tokens = sum(new for _, _, new in parts) + padding
         rows = tokens + 2
-        query = self.normal(rows, HEADS, WIDTH).bfloat16()
-        fp8, weights = quantised(query, self.normal(rows, HEADS))
+        query = self.normal(rows, self.heads, WIDTH).bfloat16()
+        fp8, weights = quantised(query, self.normal(rows, self.heads))
         own = [self.keys[req, done : done + new] for req, done, new in parts]
         key = torch.cat([*own, torch.full((padding + 2, WIDTH), math.nan)]).to(self.keys.dtype)
         return torch.empty(rows, 8), fp8, key, weights
@@ -261,6 +269,17 @@ def test_lists_longer_than_a_request_end_in_minus_one(
     layer = layer_of(topk=topk)
     layer.step([(1, 0, 3)])
     layer.step([(1, 3, 1)], padding=1)
+
+
+@pytest.mark.parametrize("heads", [32, 64])
+def test_a_step_may_have_as_many_tokens_as_the_engine_allows(
+    layer_of: Callable[..., Layer], heads: int
+) -> None:
+    layer = layer_of(max_num_batched_tokens=LONGEST, max_num_seqs=2, layer={"heads": heads})
+    layer.step([(0, 0, 150), (1, 0, LONGEST - 150)])
+    layer.step([(0, 150, 1), (1, LONGEST - 150, 1)])
+    with pytest.raises(ValueError, match="max_num_batched_tokens"):
+        layer.batch_of_too_many()
 
 
 def test_rows_of_a_verify_see_one_key_more_each(layer_of: Callable[..., Layer]) -> None:
@@ -715,3 +734,70 @@ def test_vllm_s_whole_indexer_runs_over_ours(
             layer.keys[req, done : done + new] = key[at : at + new]
             at += new
         layer.check(step, (states, query, key, weights), 0)
+
+
+@pytest.mark.parametrize("name", [name for name in REFUSED if name != "pages"])
+def test_the_selection_gives_the_same_reasons(
+    plugin: Any, cuda: Callable[..., None], make_config: Callable[..., Any], name: str
+) -> None:
+    cuda()
+    _, change, message = REFUSED[name]
+    path = members.path_of(members.CUSTOM, "SPARSE_MLA")
+    register_backend(AttentionBackendEnum.CUSTOM, path)
+    try:
+        config = make_config(block_size=PAGE)
+        with set_current_vllm_config(config):
+            assert get_attn_backend(*ASKED, use_mla=True, use_sparse=True).get_name() == "CUSTOM"
+        change(config)
+        _cached_get_attn_backend.cache_clear()
+        with (
+            set_current_vllm_config(config),
+            pytest.raises(ValueError, match=f"CUSTOM is not valid.*{message}"),
+        ):
+            get_attn_backend(*ASKED, use_mla=True, use_sparse=True)
+    finally:
+        AttentionBackendEnum.CUSTOM.clear_override()
+        _cached_get_attn_backend.cache_clear()
+
+
+ASKED = (576, torch.bfloat16, "auto")
+
+
+UNCHANGED = """
+import sys
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from attn.integrations.vllm.plugin import register
+register()
+import vllm.model_executor.layers.sparse_attn_indexer as op
+from vllm.model_executor.models import deepseek_v2
+from vllm.v1.attention.backends.mla import indexer
+assert not [name for name in sys.modules if name.endswith("integrations.vllm.indexer")]
+assert op.SparseAttnIndexer.__init__.__code__.co_filename == op.__file__
+assert deepseek_v2.SparseAttnIndexer is op.SparseAttnIndexer
+cache = deepseek_v2.DeepseekV32IndexerCache.__new__(deepseek_v2.DeepseekV32IndexerCache)
+assert cache.get_attn_backend() is indexer.DeepseekV32IndexerBackend
+builder = indexer.DeepseekV32IndexerBackend.get_builder_cls()
+assert builder is indexer.DeepseekV32IndexerMetadataBuilder
+assert not deepseek_v2.SparseAttnIndexer.__name__ in __import__(
+    "vllm.model_executor.custom_op", fromlist=["x"]
+).op_registry_oot
+"""
+
+
+@pytest.mark.parametrize("has_deep_gemm", [True, False])
+def test_registering_changes_nothing_of_vllm_s(has_deep_gemm: bool) -> None:
+    """Where DeepGEMM is missing, only the op's constructor is wrapped."""
+    given = (
+        f"import vllm.utils.import_utils as utils; utils.has_deep_gemm = lambda: {has_deep_gemm}"
+    )
+    lines = UNCHANGED.splitlines()
+    if not has_deep_gemm:
+        lines = [line for line in lines if "__init__" not in line]
+    found = subprocess.run(
+        [sys.executable, "-c", "\n".join([given, *lines])],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr

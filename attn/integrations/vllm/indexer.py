@@ -91,7 +91,7 @@ def adopt(indexer: Any) -> None:
         return
     cache = indexer.k_cache
     config = get_current_vllm_config()
-    problems = [*reasons(config), *_op_reasons(op)]
+    problems = [*reasons(config), *_module_reasons(indexer)]
     if problems:
         raise ValueError(
             "attn-backends cannot serve the sparse indexer with this configuration. Reason: "
@@ -115,16 +115,10 @@ def reasons(vllm_config: Any) -> list[str]:
     Args:
         vllm_config: vLLM's configuration.
     """
-    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
-    found = []
+    parallel, found = vllm_config.parallel_config, []
     dtype = compat.indexer_cache_dtype(vllm_config)
     if dtype not in _CACHE_DTYPES:
         found.append(f"indexer cache of {dtype} not supported (served: {', '.join(_CACHE_DTYPES)})")
-    if cache.user_specified_block_size and cache.block_size % INDEXER_PAGE:
-        found.append(
-            f"block_size {cache.block_size} not supported by the indexer (its pages hold "
-            f"{INDEXER_PAGE} tokens)"
-        )
     ranks = parallel.prefill_context_parallel_size
     if ranks > 1:
         found.append(f"prefill_context_parallel_size {ranks} not supported by the indexer")
@@ -136,8 +130,9 @@ def reasons(vllm_config: Any) -> list[str]:
     return found
 
 
-def _op_reasons(op: Any) -> list[str]:
-    """Why our kernels cannot serve an op as the model made it."""
+def _module_reasons(indexer: Any) -> list[str]:
+    """Why our kernels cannot serve an indexer as the model made it."""
+    op, cache = indexer.indexer_op, indexer.k_cache.cache_config
     wanted = {
         "quant_block_size": (op.quant_block_size, op.head_dim),
         "scale_fmt": (op.scale_fmt, "ue8m0"),
@@ -145,11 +140,18 @@ def _op_reasons(op: Any) -> list[str]:
         "compress_ratio": (getattr(op, "compress_ratio", 1), 1),
         "candidate_blocks": (getattr(op, "candidate_blocks", None), None),
     }
-    return [
+    found = [
         f"indexer {name} {got!r} not supported (served: {served!r})"
         for name, (got, served) in wanted.items()
         if got != served
     ]
+    # A block size that nobody named is chosen later, to fit every backend.
+    if cache.user_specified_block_size and cache.block_size % INDEXER_PAGE:
+        found.append(
+            f"block_size {cache.block_size} not supported by the indexer (its pages hold "
+            f"{INDEXER_PAGE} tokens)"
+        )
+    return found
 
 
 def serve_op(dispatch_key: str) -> None:
@@ -238,8 +240,9 @@ class IndexerBuilder(IndexerMetadataBuilder, VllmBuilder):  # type: ignore[misc]
             ValueError: blocks of another size than the indexer's pages, or whatever our builder
                 refuses.
         """
-        layers = translate.layers_of(vllm_config, layer_names)
-        adopted = [getattr(layer, _ADOPTED) for layer in layers]
+        # Cache layers have no impl, so they are not among the layers that ``translate`` knows.
+        context = vllm_config.compilation_config.static_forward_context
+        adopted = [getattr(context[name], _ADOPTED) for name in layer_names if name in context]
         _reserved.pop(device, None)
         spec = IndexerSpec(
             block_size=kv_cache_spec.block_size,
