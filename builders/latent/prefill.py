@@ -177,7 +177,11 @@ class ExpandedPrefill:
         self._hopper = self._hopper_tile(expanded, gpu.kind, spec)
         if self._hopper is not None and "taken" not in buffers:
             buffers.declare("taken", (1,), torch.int32)
-        self.workspace_tokens = _workspace_tokens(config, heads, spec.dtype.itemsize)
+        token_bytes = heads * 2 * EXPANDED_WIDTH * spec.dtype.itemsize
+        if stripe is not None:
+            # While a chunk is exchanged, a rank also holds its own cached rows and those of all.
+            token_bytes += (1 + stripe.size) * spec.layout().row.nbytes
+        self.workspace_tokens = _workspace_tokens(config, heads, token_bytes)
 
     def _hopper_tile(self, expanded: DenseShape, kind: DeviceKind, spec: Any) -> HopperTile | None:
         """The Hopper prefill kernel's tile; None if no layer of this group may take the kernel.
@@ -309,13 +313,17 @@ def _tile_starts(counts: torch.Tensor, query_tile: int) -> torch.Tensor:
     return starts
 
 
-def _workspace_tokens(config: EngineConfig, heads: int, itemsize: int) -> int:
+def _workspace_tokens(config: EngineConfig, heads: int, token_bytes: int) -> int:
     """Cached tokens that are held expanded at a time, within the bound of bytes.
+
+    Args:
+        config: the engine's limits and bound.
+        heads: query heads, for messages.
+        token_bytes: bytes that are held for a token.
 
     Raises:
         ValueError: the engine's bound is smaller than one chunk.
     """
-    token_bytes = heads * 2 * EXPANDED_WIDTH * itemsize
     reqs = _most_prefills(config)
     chunk_bytes = reqs * PAGE * token_bytes
     bound = config.mla_workspace_bytes

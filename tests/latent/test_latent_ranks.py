@@ -25,6 +25,7 @@ from attn.testing.batches import (
 from attn.testing.budget import low_precision
 from attn.testing.latent_trial import latent_output, low_latent_output
 from builders.batch import CommonAttentionMetadata
+from builders.latent.prefill import EXPANDED_WIDTH
 from builders.latent.triton_mla import TritonMLAMetadata, TritonMLAMetadataBuilder
 from builders.launch.call import KernelCall
 from builders.splitkv.planner import SplitPlanner
@@ -285,6 +286,15 @@ def test_context_is_exchanged_in_chunks_of_the_workspace(
     assert len(context.lens) == 2 * chunks
     assert context.lens.sum(0).tolist() == [73, 1, 17]
     step.check()
+
+
+def test_exchanged_rows_count_for_the_bound_of_the_workspace() -> None:
+    """Per token of fp32: keys and values of two heads, and rows of the rank and of both ranks."""
+    token = HEADS * 2 * EXPANDED_WIDTH * 4 + 3 * (RANK + ROPE) * 4
+    step = Step(stripes_of(2, 1), STEPS["prefill"], mla_workspace_bytes=token * 300)
+    assert step.ranks[0].builder.expanded.workspace_tokens == 300
+    with pytest.raises(ValueError, match=rf"mla_workspace_bytes \({token}\) must hold one chunk"):
+        Step(stripes_of(2, 1), STEPS["prefill"], mla_workspace_bytes=token)
 
 
 def test_states_are_the_definition_over_the_keys_that_a_rank_keeps() -> None:

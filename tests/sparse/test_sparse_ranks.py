@@ -189,7 +189,7 @@ def test_a_layer_over_several_ranks_is_the_whole_layer(
     layout: LatentFormat, ranks: int, interleave: int, settings: dict[str, Any]
 ) -> None:
     layers, is_first = Ranks(ranks, interleave, layout, **settings), (ranks, settings) == (2, {})
-    names = STEPS if is_first and layout is BF16 else ("prompts", "verify", "mixed")
+    names = STEPS if is_first and layout is BF16 else list(STEPS)[:4]
     for parts, padding in (STEPS[name] for name in names):
         layers.run(layers.whole.step(parts, padding))
 
