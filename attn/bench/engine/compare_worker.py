@@ -91,6 +91,7 @@ def engine_options(model: EngineModel, contender: Contender) -> dict[str, Any]:
         "block_size": BLOCK_SIZE,
         "enable_prefix_caching": True,
         "max_num_seqs": 128,
+        "max_num_batched_tokens": 8192,
         # All engines of a model share the GPU's memory: none may ask how much of it is free.
         "gpu_memory_utilization": 0.05,
         "kv_cache_memory_bytes": model.kv_cache_gib << 30,

@@ -81,6 +81,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--match", nargs="*", default=[], help="Words of case names.")
+    parser.add_argument("--exact", nargs="*", default=[], help="Whole case names.")
     parser.add_argument("--dense", action="store_true", help="Take test_gpu_engine's cases too.")
     parser.add_argument("--jobs", type=int, default=6, help="Runs at a time.")
     parser.add_argument("--limit-s", type=float, default=540.0, help="Start nothing after it.")
@@ -92,6 +93,8 @@ def main(arguments: Sequence[str]) -> int:
             path.unlink()
     engines, begin = Engines(options.folder), time.monotonic()
     jobs = jobs_of(engines, options.match, options.dense)
+    if options.exact:
+        jobs = [job for job in jobs if job[0].split(": ")[0] in options.exact]
     for _, run, _, _ in jobs:
         make_model(run.model, Path(run.folder))
         if run.reloads:
