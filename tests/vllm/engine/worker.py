@@ -399,7 +399,8 @@ def _judged_by_oracle(
 ) -> tuple[list[Tensor], list[Tensor], Lists | None]:
     """Logits in float32, logits of a plain run in bf16, and what is wrong with the lists."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.backends.cuda.matmul.allow_tf32 = False
+    # The reference may not be shortened to TF32.
+    torch.set_float32_matmul_precision("highest")
     lists = lists_of(path, sequences, prompts)
     cache = str(run.options.get("kv_cache_dtype", "auto"))
     exact = Oracle(Path(run.folder), torch.float32, "auto", device)
