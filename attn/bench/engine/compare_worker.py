@@ -169,7 +169,7 @@ def profiled(llm: Any, model: EngineModel, load: Load, seed: int) -> tuple[Kerne
         torch.cuda.synchronize()
     cuda = import_module("torch.autograd").DeviceType.CUDA
     events = [event for event in profile.events() if event.device_type == cuda]
-    return kernel_times((event.name, float(event.device_time)) for event in events)
+    return kernel_times((event.name, float(event.time_range.elapsed_us())) for event in events)
 
 
 def serve(model: EngineModel, contender: Contender, folder: Path, commit: str | None) -> None:
