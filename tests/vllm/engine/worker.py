@@ -495,6 +495,8 @@ def perform(run: Run, lists: Path) -> Result:
     if run.is_latent:
         llm.collective_rpc("write_lists", args=(str(lists),))
     scores = _scored(run, prompts, outputs, lists)
+    # Those of a long prompt fill hundreds of megabytes.
+    lists.unlink(missing_ok=True)
     return Result(kernels=kernels, **_counted(llm), **scores, **insides)
 
 
