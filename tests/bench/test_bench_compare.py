@@ -300,6 +300,19 @@ def test_rows_of_later_files_replace_earlier_ones_unless_they_failed(tmp_path):
         other.merged(first)
 
 
+def test_a_start_up_measured_alone_is_kept_beside_speeds():
+    speeds = comparison(LATENT, row(LATENT, CUSTOM, 2.0, start_up=50.0))
+    alone = row(LATENT, CUSTOM, start_up=20.0, starts_alone=True, speeds=(), profiles=())
+    for first, later in ((speeds, comparison(LATENT, alone)), (comparison(LATENT, alone), speeds)):
+        merged = later.merged(first).row(CUSTOM)
+        assert (merged.start_up_s, merged.starts_alone) == (20.0, True)
+        assert merged.speed("decode").median == 2.0
+        assert merged.profile("decode") is not None
+    failed = comparison(LATENT, Row(model=LATENT.name, contender=CUSTOM, error="no"))
+    assert speeds.merged(failed).row(CUSTOM) == speeds.row(CUSTOM)
+    assert failed.merged(speeds).row(CUSTOM) == speeds.row(CUSTOM)
+
+
 # -- The page.
 
 

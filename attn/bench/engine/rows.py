@@ -60,6 +60,20 @@ class Row(Spec):
         """Kernels of a load by name; None when they were not recorded."""
         return next((profile for profile in self.profiles if profile.load == load), None)
 
+    def after(self, earlier: Row) -> Row:
+        """The row, completed by an earlier one of the same contender.
+
+        An engine that failed now does not undo a result. A row of a start-up alone adds it to
+        earlier speeds, and a start-up of an engine alone is kept.
+        """
+        if self.error:
+            return earlier
+        start_up = {"start_up_s": self.start_up_s, "starts_alone": self.starts_alone}
+        if earlier.starts_alone and not self.starts_alone:
+            start_up = {"start_up_s": earlier.start_up_s, "starts_alone": True}
+        is_whole = self.speeds or earlier.error
+        return (self if is_whole else earlier).replace(**start_up)
+
 
 class Comparison(Spec):
     """Results of the engines of one model, measured in turn on one machine."""
@@ -74,7 +88,7 @@ class Comparison(Spec):
         return next((row for row in self.rows if row.contender == contender), None)
 
     def merged(self, earlier: Comparison) -> Comparison:
-        """Add rows of ``earlier`` that are missing here or failed here.
+        """Add what ``earlier`` has and this lacks, see :meth:`Row.after`.
 
         Raises:
             ValueError: ``earlier`` is of another model, device or version.
@@ -89,8 +103,8 @@ class Comparison(Spec):
                 )
         kept = {row.contender: row for row in earlier.rows}
         for row in self.rows:
-            if row.contender not in kept or not row.error:
-                kept[row.contender] = row
+            known_row = kept.get(row.contender)
+            kept[row.contender] = row if known_row is None else row.after(known_row)
         known = self if self.environment.device != "unknown" else earlier
         order = [*MODELS[self.model].contenders, *kept]
         commits = [earlier.environment.commit, self.environment.commit]

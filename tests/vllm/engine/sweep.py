@@ -1,12 +1,14 @@
 """Do the runs of engine tests, several at a time: ``python -m tests.vllm.engine.sweep FOLDER``.
 
-Results stay in the folder, so that a sweep that was stopped goes on where it was. The tests then
-read them: ``ATTN_ENGINE_RUNS=FOLDER pytest tests/vllm/engine tests/vllm/test_gpu_engine.py``.
+Results stay in the folder, so that a sweep that was stopped goes on where it was. With ``--judge``
+the tests then read them; so they do where the variable ``ATTN_ENGINE_RUNS`` names the folder.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -17,7 +19,7 @@ import torch
 
 from tests.vllm.engine import cases
 from tests.vllm.engine.models import make_model
-from tests.vllm.engine.runs import Engines, WorkerError
+from tests.vllm.engine.runs import FOLDER_VARIABLE, ROOT, Engines, WorkerError
 from tests.vllm.engine.worker import Result, Run, other_weights_of
 
 Job = tuple[str, Run, dict[str, str], int]
@@ -81,9 +83,11 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--match", nargs="*", default=[], help="Words of case names.")
+    parser.add_argument("--exact", nargs="*", default=[], help="Whole case names.")
     parser.add_argument("--dense", action="store_true", help="Take test_gpu_engine's cases too.")
     parser.add_argument("--jobs", type=int, default=6, help="Runs at a time.")
     parser.add_argument("--limit-s", type=float, default=540.0, help="Start nothing after it.")
+    parser.add_argument("--judge", action="store_true", help="Run the tests over the results.")
     parser.add_argument("--again", action="store_true", help="Do failed runs once more.")
     options = parser.parse_args(arguments)
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -92,6 +96,8 @@ def main(arguments: Sequence[str]) -> int:
             path.unlink()
     engines, begin = Engines(options.folder), time.monotonic()
     jobs = jobs_of(engines, options.match, options.dense)
+    if options.exact:
+        jobs = [job for job in jobs if job[0].split(": ")[0] in options.exact]
     for _, run, _, _ in jobs:
         make_model(run.model, Path(run.folder))
         if run.reloads:
@@ -114,7 +120,18 @@ def main(arguments: Sequence[str]) -> int:
 
     with ThreadPoolExecutor(options.jobs) as pool:
         passed = list(pool.map(work, jobs))
-    return 0 if all(passed) else 1
+    return 0 if all(passed) and not (options.judge and judged(options.folder, options.dense)) else 1
+
+
+def judged(folder: Path, dense: bool) -> int:
+    """Exit code of the tests over the results in a folder."""
+    files = ["test_gpu_latent_engines.py", "test_gpu_serve.py"]
+    paths = [str(ROOT / "tests" / "vllm" / "engine" / name) for name in files]
+    if dense:
+        paths.append(str(ROOT / "tests" / "vllm" / "test_gpu_engine.py"))
+    environment = {**os.environ, FOLDER_VARIABLE: str(folder.resolve())}
+    command = [sys.executable, "-m", "pytest", "-q", "-o", "filterwarnings=default", *paths]
+    return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
 
 if __name__ == "__main__":

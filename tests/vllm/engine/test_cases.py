@@ -43,6 +43,8 @@ def test_vllm_takes_the_settings(name: str, engines: Engines, cuda: Any, plugin:
         patch.setattr(torch.cuda, "device_count", lambda: 2)
         config = EngineArgs(model=run.folder, attention_backend=run.backend, **options)
         made = config.create_engine_config()
+        if "first model runner" in name:
+            assert not made.use_v2_model_runner
     assert made.attention_config.backend.name == "CUSTOM"
     assert made.model_config.use_mla
     parallel = made.parallel_config
@@ -50,8 +52,6 @@ def test_vllm_takes_the_settings(name: str, engines: Engines, cuda: Any, plugin:
     assert parallel.decode_context_parallel_size == (2 if "DCP" in name else 1)
     assert made.cache_config.cache_dtype == CASES[name].cache
     assert (made.speculative_config is not None) == ("drafts" in name)
-    if "first model runner" in name:
-        assert not made.use_v2_model_runner
 
 
 def test_prompts_fit_and_are_long_enough() -> None:

@@ -399,7 +399,8 @@ def _judged_by_oracle(
 ) -> tuple[list[Tensor], list[Tensor], Lists | None]:
     """Logits in float32, logits of a plain run in bf16, and what is wrong with the lists."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.backends.cuda.matmul.allow_tf32 = False
+    # The reference may not be shortened to TF32.
+    torch.set_float32_matmul_precision("highest")
     lists = lists_of(path, sequences, prompts)
     cache = str(run.options.get("kv_cache_dtype", "auto"))
     exact = Oracle(Path(run.folder), torch.float32, "auto", device)
@@ -494,6 +495,8 @@ def perform(run: Run, lists: Path) -> Result:
     if run.is_latent:
         llm.collective_rpc("write_lists", args=(str(lists),))
     scores = _scored(run, prompts, outputs, lists)
+    # Those of a long prompt fill hundreds of megabytes.
+    lists.unlink(missing_ok=True)
     return Result(kernels=kernels, **_counted(llm), **scores, **insides)
 
 
