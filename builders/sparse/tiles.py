@@ -275,6 +275,8 @@ class IndexTile:
     Otherwise they are multiplied as fp16, exactly."""
     hopper_pages: int = 0
     """Most pages of a program of the Hopper kernel; 0 gives all rows to the portable kernel."""
-    select: int = 4096
-    """Logits of one step of the selection."""
-    select_warps: int = 8
+    select_short: int = 4096
+    """Logits of a short row, which the selection keeps in registers."""
+    select_long: int = 16384
+    """Most logits of a row that the selection keeps in registers, and a step over longer rows."""
+    select_warps: int = 16

@@ -24,7 +24,7 @@ from builders.sparse.tiles import IndexTile
 E4M3 = torch.float8_e4m3fn
 PAGE, WIDTH = 64, 128
 WILD = 2**30
-SMALL = IndexTile(pages=1, steps=2, keys=64, rows=4, num_stages=2, select=256)
+SMALL = IndexTile(pages=1, steps=2, keys=64, rows=4, num_stages=2, select_short=64, select_long=256)
 
 
 @pytest.fixture(params=["kernel", "torch"])
@@ -255,12 +255,19 @@ def rows_of_logits(generator: torch.Generator) -> tuple[Tensor, list[int]]:
 
 
 @pytest.mark.usefixtures("path")
+@pytest.mark.parametrize(
+    "tile",
+    [SMALL, IndexTile(select_short=512, select_long=1024), IndexTile(select_short=1024)],
+    ids=["long rows by tiles", "long rows in registers", "all rows are short"],
+)
 @pytest.mark.parametrize("topk", [64, 40])
-def test_the_largest_are_selected_and_ties_go_to_the_lower_position(topk: int) -> None:
+def test_the_largest_are_selected_and_ties_go_to_the_lower_position(
+    topk: int, tile: IndexTile
+) -> None:
     logits, lens = rows_of_logits(torch.Generator().manual_seed(topk))
     out = torch.full((len(lens), topk), 77, dtype=torch.int32)
     out_lens = torch.full((len(lens),), 77, dtype=torch.int32)
-    select_topk(logits, torch.tensor(lens, dtype=torch.int32), out, out_lens, tile=SMALL)
+    select_topk(logits, torch.tensor(lens, dtype=torch.int32), out, out_lens, tile=tile)
     for row, length in enumerate(lens):
         wanted = by_sorting(logits[row, :length].tolist(), topk)
         assert out[row].tolist() == wanted + [-1] * (topk - len(wanted))
@@ -268,13 +275,14 @@ def test_the_largest_are_selected_and_ties_go_to_the_lower_position(topk: int) -
 
 
 @pytest.mark.usefixtures("path")
-def test_nan_is_selected_last_and_short_rows_list_themselves() -> None:
+@pytest.mark.parametrize("tile", [SMALL, IndexTile()], ids=["small", "usual"])
+def test_nan_is_selected_last_and_short_rows_list_themselves(tile: IndexTile) -> None:
     logits = torch.randn(2, 100)
     logits[0, 10:40] = float("nan")
     logits[0, 50] = float("-inf")
     logits[1] = float("nan")
     out = torch.zeros(2, 71, dtype=torch.int32)
-    select_topk(logits, torch.tensor([100, 50], dtype=torch.int32), out, tile=SMALL)
+    select_topk(logits, torch.tensor([100, 50], dtype=torch.int32), out, tile=tile)
     assert out[0].tolist() == [*range(11), *range(40, 100)]
     assert out[1].tolist() == [*range(50), *[-1] * 21]
 

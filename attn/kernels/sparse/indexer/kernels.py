@@ -18,6 +18,7 @@ from attn.kernels.lang.numerics import (
 from specs.rows import INDEXER_LEAST
 
 _DIGIT = tl.constexpr(256)
+_LEAST_KEY = tl.constexpr(-(2**31))
 _LEAST = tl.constexpr(INDEXER_LEAST)
 
 
@@ -286,12 +287,87 @@ def ragged_logits_kernel(
 
 
 @triton.jit
-def _ordered(logits):
-    """int64 values in the order of the logits; NaN becomes 0, the lowest, and -0 counts as 0."""
+def _keys_of(logits):
+    """int32 keys in the order of the logits; NaN becomes the least int32, and -0 counts as 0."""
     logits = tl.where(logits == 0.0, 0.0, logits)
     bits = logits.to(tl.int32, bitcast=True)
-    signed = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
-    return tl.where(logits == logits, signed + 2147483648, 0)
+    keys = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return tl.where(logits == logits, keys, _LEAST_KEY)
+
+
+@triton.jit
+def _floor_in_registers(row, length, wanted, TILE: tl.constexpr):
+    """A key that ``wanted`` keys of a row reach, and fewer exceed, and how many at it are wanted.
+
+    It is found bit by bit. The row is read once, and fits a tile in registers.
+    """
+    at = tl.arange(0, TILE)
+    # Keys that are not there are never larger than a key that is.
+    keys = _keys_of(tl.load(row + at, mask=at < length, other=float("nan")))
+    floor = tl.zeros([], tl.int32) + _LEAST_KEY
+    reached = wanted + 1
+    bit = tl.zeros([], tl.int32) + 31
+    # Where exactly as many keys as wanted reach the floor, further bits change nothing.
+    while (bit >= 0) & (reached != wanted):
+        # The order of int32 is that of its bits with the sign bit inverted: the first bit that is
+        # tried is 0 in the larger half.
+        trial = floor ^ (1 << bit)
+        count = tl.sum((keys >= trial).to(tl.int32), 0)
+        floor = tl.where(count >= wanted, trial, floor)
+        reached = tl.where(count >= wanted, count, reached)
+        bit -= 1
+    return floor, wanted - tl.sum((keys > floor).to(tl.int32), 0)
+
+
+@triton.jit
+def _floor_by_digits(row, length, wanted, TILE: tl.constexpr):
+    """The ``wanted``-th largest key of a row in memory, and how many of the keys equal to it are
+    wanted.
+
+    It is found digit by digit, from histograms of digits: the row is read four times.
+    """
+    digits = tl.arange(0, _DIGIT)
+    floor = tl.zeros([], tl.uint32)
+    for turn in tl.static_range(4):
+        counts = tl.zeros([_DIGIT], tl.int32)
+        for first in range(0, length, TILE):
+            at = first + tl.arange(0, TILE)
+            keys = _keys_of(tl.load(row + at, mask=at < length, other=0.0)) ^ _LEAST_KEY
+            rest = keys.to(tl.uint32, bitcast=True) >> (24 - 8 * turn)
+            counted = (at < length) & ((rest >> 8) == floor)
+            counts += tl.histogram((rest & 255).to(tl.int32), _DIGIT, mask=counted)
+        above = tl.sum(counts, 0) - tl.cumsum(counts, 0)
+        found = (above < wanted) & (above + counts >= wanted)
+        floor = floor * _DIGIT + tl.sum(tl.where(found, digits, 0), 0).to(tl.uint32)
+        wanted -= tl.sum(tl.where(found, above, 0), 0)
+    return floor.to(tl.int32, bitcast=True) ^ _LEAST_KEY, wanted
+
+
+@triton.jit
+def _places_of(keys, there, floor, level_wanted):
+    """Which keys are taken, and the place of each among them.
+
+    All keys above ``floor`` are taken, and of the keys at it the first ``level_wanted``.
+    """
+    above = (there & (keys > floor)).to(tl.int32)
+    level = (there & (keys == floor)).to(tl.int32)
+    # One scan counts both: a tile has fewer than 2 ** 15 keys.
+    counts = tl.cumsum(above + level * 65536, 0)
+    level_counts = counts >> 16
+    taken = (above > 0) | ((level > 0) & (level_counts <= level_wanted))
+    return taken, (counts & 65535) + tl.minimum(level_counts, level_wanted) - 1
+
+
+@triton.jit
+def _store_listed(at, taken, place, token, out, table, offsets_ptr, BLOCK_SIZE: tl.constexpr):
+    """Write the positions ``at`` that are taken, as slots or with an offset, to their places."""
+    listed = at
+    if table is not None:
+        block = tl.load(table + at // BLOCK_SIZE, mask=taken, other=0)
+        listed = block * BLOCK_SIZE + at % BLOCK_SIZE
+    if offsets_ptr is not None:
+        listed += tl.load(offsets_ptr + token)
+    tl.store(out + place, listed, mask=taken)
 
 
 @triton.jit(
@@ -314,66 +390,52 @@ def select_topk_kernel(
     out_row,
     TOPK: tl.constexpr,
     WIDTH: tl.constexpr,
-    TILE: tl.constexpr,
+    SHORT: tl.constexpr,
+    LONG: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
     """List the TOPK largest of a row's first ``length`` logits, by rising position; grid ``(T,)``.
 
-    The kernel finds the smallest logit that is taken digit by digit, from histograms of digits.
-    Among equal logits the lower positions are taken.
+    Among equal logits the lower positions are taken. The kernel first finds the smallest logit that
+    is taken: a row of at most LONG logits is kept in registers for that, in a tile of SHORT or of
+    LONG. Then it reads the row once more, in tiles of SHORT, and lists.
 
-    It writes positions; with ``table``, the slots of the positions; with ``offsets``,
+    The kernel writes positions; with ``table``, the slots of the positions; with ``offsets``,
     ``offsets[row]`` is added. The rest of a list is -1. Lists are ``[T, TOPK]``; lens, offsets and
     out lens are ``[T]``; all are int32.
     """
     token = tl.program_id(0).to(tl.int64)
     length = tl.maximum(tl.load(lens_ptr + token), 0)
     row = logits_ptr + token * logits_row
-    index = tl.arange(0, TILE)
-    digits = tl.arange(0, _DIGIT)
-    floor = tl.zeros([], tl.int64)
-    wanted = tl.minimum(length, TOPK)
-    tiles = tl.cdiv(length, TILE)
-    if length > TOPK:
-        for turn in tl.static_range(4):
-            counts = tl.zeros([_DIGIT], tl.int32)
-            for tile in range(tiles):
-                at = tile * TILE + index
-                value = _ordered(tl.load(row + at, mask=at < length, other=0.0))
-                rest = value >> (24 - 8 * turn)
-                counted = (at < length) & ((rest >> 8) == floor)
-                counts += tl.histogram((rest & 255).to(tl.int32), _DIGIT, mask=counted)
-            above = tl.sum(counts, 0) - tl.cumsum(counts, 0)
-            found = (above < wanted) & (above + counts >= wanted)
-            floor = floor * _DIGIT + tl.sum(tl.where(found, digits, 0), 0)
-            wanted -= tl.sum(tl.where(found, above, 0), 0)
-    taken = tl.zeros([], tl.int32)
-    equals = tl.zeros([], tl.int32)
     out = out_ptr + token * out_row
-    request = token
-    if requests_ptr is not None:
-        request = tl.load(requests_ptr + token).to(tl.int64)
-    for tile in range(tiles):
-        at = tile * TILE + index
-        there = at < length
-        if length > TOPK:
-            value = _ordered(tl.load(row + at, mask=there, other=0.0))
-            equal = there & (value == floor)
-            rank = equals + tl.cumsum(equal.to(tl.int32), 0)
-            take = (there & (value > floor)) | (equal & (rank <= wanted))
-            equals += tl.sum(equal.to(tl.int32), 0)
+    table = table_ptr
+    if table_ptr is not None:
+        request = token
+        if requests_ptr is not None:
+            request = tl.load(requests_ptr + token).to(tl.int64)
+        table = table_ptr + request * table_row
+    if length <= TOPK:
+        place = tl.arange(0, WIDTH)
+        there = place < length
+        tl.store(out + place, place * 0 - 1, mask=(place >= length) & (place < TOPK))
+        _store_listed(place, there, place, token, out, table, offsets_ptr, BLOCK_SIZE)
+    else:
+        wanted = tl.zeros([], tl.int32) + TOPK
+        if length <= SHORT:
+            floor, level_wanted = _floor_in_registers(row, length, wanted, SHORT)
+        elif length <= LONG:
+            floor, level_wanted = _floor_in_registers(row, length, wanted, LONG)
         else:
-            take = there
-        place = taken + tl.cumsum(take.to(tl.int32), 0) - 1
-        taken += tl.sum(take.to(tl.int32), 0)
-        listed = at
-        if table_ptr is not None:
-            block = tl.load(table_ptr + request * table_row + at // BLOCK_SIZE, mask=take, other=0)
-            listed = block * BLOCK_SIZE + at % BLOCK_SIZE
-        if offsets_ptr is not None:
-            listed += tl.load(offsets_ptr + token)
-        tl.store(out + place, listed, mask=take)
-    place = tl.arange(0, WIDTH)
-    tl.store(out + place, place * 0 - 1, mask=(place >= taken) & (place < TOPK))
+            floor, level_wanted = _floor_by_digits(row, length, wanted, SHORT)
+        listed = tl.zeros([], tl.int32)
+        for first in range(0, length, SHORT):
+            at = first + tl.arange(0, SHORT)
+            there = at < length
+            keys = _keys_of(tl.load(row + at, mask=there, other=0.0))
+            taken, place = _places_of(keys, there, floor, level_wanted)
+            _store_listed(at, taken, listed + place, token, out, table, offsets_ptr, BLOCK_SIZE)
+            level = tl.sum((there & (keys == floor)).to(tl.int32), 0)
+            level_wanted -= tl.minimum(level, level_wanted)
+            listed += tl.sum(taken.to(tl.int32), 0)
     if out_lens_ptr is not None:
         tl.store(out_lens_ptr + token, tl.minimum(length, TOPK))

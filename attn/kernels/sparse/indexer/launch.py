@@ -208,7 +208,8 @@ def select_topk_call(
         "out_row": out.stride(0),
         "TOPK": topk,
         "WIDTH": triton.next_power_of_2(topk),
-        "TILE": tile.select,
+        "SHORT": tile.select_short,
+        "LONG": tile.select_long,
         "BLOCK_SIZE": INDEXER_PAGE if pages is None else pages.block_size,
     }
     return KernelCall(select_topk_kernel, (len(out),), arguments, num_warps=tile.select_warps)
