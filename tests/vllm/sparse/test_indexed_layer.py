@@ -16,7 +16,7 @@ from vllm.model_executor.models import deepseek_v2
 from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerBackend
 
 from attn.integrations.vllm import indexer as ours
-from tests.vllm.sparse import layer as layers
+from tests.vllm.sparse import sparse_runner as layers
 from tests.vllm.sparse.sparse_runner import BLOCK_SIZE, NARROW, TOPK, Sequences, expected_rows
 from tests.vllm.views import cache_view
 
