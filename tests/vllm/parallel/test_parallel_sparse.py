@@ -21,7 +21,7 @@ from attn.integrations.vllm import compat
 from attn.integrations.vllm import indexer as ours
 from attn.testing.batches import LatentWeights
 from builders.splitkv.stripe import Stripe
-from tests.vllm.parallel.ranks import RANKS, give_ranks, in_torch, localise, run_ranks
+from tests.vllm.parallel.rank_processes import RANKS, give_ranks, in_torch, localise, run_ranks
 from tests.vllm.sparse.sparse_runner import (
     BLOCK_SIZE,
     NARROW,
