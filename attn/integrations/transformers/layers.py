@@ -106,7 +106,7 @@ class Group:
             or not _same(step.token, token)
         ):
             step = make()
-            step.record = self._record(step.batch, captures)
+            step.record = self._record(step.batch)
             step.token, step.captures = token, captures
             self._step = step
         step.layers.add(layer)
@@ -137,8 +137,12 @@ class Group:
             kept = self._scratch = (key.transpose(1, 2), value.transpose(1, 2))
         return kept
 
-    def _record(self, batch: CommonAttentionMetadata, captures: bool) -> Any:
-        """Plan a step; a builder whose limits are too small is replaced."""
+    def _record(self, batch: CommonAttentionMetadata) -> Any:
+        """Plan a step; a builder whose limits are too small is replaced.
+
+        What a graph is captured with holds for every replay: the batch's bounds on lengths are
+        those of the graph, and the plan is made on the device.
+        """
         needed = (batch.num_reqs, batch.num_actual_tokens, batch.max_seq_len)
         if self._builder is None or any(
             asked > limit for asked, limit in zip(needed, self._limits, strict=True)
@@ -159,8 +163,6 @@ class Group:
             )
             builder_cls = AttentionBackendEnum[self.kind.backend].get_class().get_builder_cls()
             self._builder = builder_cls(self.kind.spec(), ["layer"], config, self.kind.device)
-        if captures:
-            return self._builder.build_for_cudagraph_capture(batch)
         return self._builder.build(0, batch)
 
 
