@@ -1,4 +1,4 @@
-"""Small models with random weights, and a tokenizer, for the tests of the Transformers integration."""
+"""Small models with random weights, and a tokenizer, for tests of the Transformers integration."""
 
 from __future__ import annotations
 

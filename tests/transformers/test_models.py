@@ -1,0 +1,114 @@
+"""Greedy tokens of small models are those of Transformers' own eager attention."""
+
+import pytest
+import torch
+
+from attn.integrations.transformers import NAME, register
+from tests.transformers.models import MODELS, make_model
+from tests.transformers.runs import (
+    continuously,
+    expected,
+    in_one_batch,
+    one_by_one,
+    prompts,
+)
+
+CONTINUOUS = [name for name in MODELS if name != "deepseek_v3"]
+
+
+def ours(name):
+    model = make_model(name)
+    model.set_attn_implementation(NAME)
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_generate_gives_eagers_tokens(name):
+    model = ours(name)
+    assert [one_by_one(model, prompt) for prompt in prompts()] == expected(name)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_padding_changes_no_token(name):
+    assert in_one_batch(ours(name), prompts()) == expected(name)
+
+
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_generate_batch_gives_eagers_tokens(name, packed_steps):
+    model = ours(name)
+    assert continuously(model, prompts()) == expected(name)
+    assert model.config._attn_implementation == NAME
+    # The longest prompt comes in chunks, and decodes beside it.
+    assert {step.query_start_loc.diff().min().item() for step in packed_steps} >= {1}
+    assert any(step.pages is None for step in packed_steps) == (name not in ("llama", "qwen3"))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_generate_batch_by_block_tables(name, packed_steps, block_tables):
+    assert continuously(ours(name), prompts()) == expected(name)
+    # Models with a window have none.
+    assert any(step.block_table is not None for step in packed_steps) == (name == "llama")
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_pages_that_no_kernel_reads_are_gathered(name, packed_steps):
+    assert continuously(ours(name), prompts(), page=8) == expected(name)
+    assert all(step.pages is None for step in packed_steps)
+
+
+def test_requests_that_share_a_prefix_share_its_pages():
+    first, *_ = prompts((48,))
+    given = [first + [5], first + [9, 9]]
+    model = ours("llama")
+    wanted = [one_by_one(model, prompt) for prompt in given]
+    assert continuously(model, given, step_tokens=64) == wanted
+
+
+def test_continuous_batching_of_latent_attention_is_refused_in_one_line():
+    model = ours("deepseek_v3")
+    with pytest.raises(NotImplementedError, match=r"DeepseekV3ForCausalLM.*generate\(\)") as error:
+        continuously(model, prompts())
+    assert "\n" not in str(error.value)
+    assert model.config._attn_implementation == NAME
+
+
+def test_other_implementations_are_served_as_before():
+    model = make_model("llama")
+    model.set_attn_implementation("sdpa")
+    assert continuously(model, prompts()) == expected("llama")
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_the_kernels_of_a_gpu_give_the_same_tokens(name, block_tables):
+    """The kernels run in Triton's interpreter, which is slow: one layer of each kind, few tokens."""
+    register("TRITON_ATTN")
+    model = ours(name)
+    given = prompts()[:2]
+    wanted = [tokens[:2] for tokens in expected(name)[:2]]
+    assert [one_by_one(model, prompt, 2) for prompt in given] == wanted
+    assert continuously(model, given, 2) == wanted
+
+
+def test_layers_of_several_head_sizes():
+    """Layers with other heads than their model's: each has a builder of its own."""
+    model = make_model("llama")
+    wide = make_model("llama", head_dim=64)
+    model.model.layers[1].self_attn = wide.model.layers[1].self_attn
+    angles = model.model.rotary_emb, wide.model.rotary_emb
+    layer = model.model.layers[1].self_attn
+    forward = layer.forward
+
+    def with_wide_angles(hidden_states, position_embeddings=None, **kwargs):
+        count = hidden_states.shape[1]
+        past = kwargs["past_key_values"] if "past_key_values" in kwargs else kwargs["cache"]
+        first = past.get_seq_length(0) - count
+        positions = torch.arange(first, first + count)[None]
+        return forward(hidden_states, position_embeddings=angles[1](hidden_states, positions), **kwargs)
+
+    layer.forward = with_wide_angles
+    tokens = {}
+    for attention in ("eager", NAME):
+        model.set_attn_implementation(attention)
+        wide.set_attn_implementation(attention)
+        tokens[attention] = one_by_one(model, prompts()[1])
+    assert tokens[NAME] == tokens["eager"]
