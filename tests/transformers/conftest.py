@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,13 +53,11 @@ def block_tables(monkeypatch: pytest.MonkeyPatch) -> None:
             patched.setattr(initialization, "torch", torch_with_cuda)
             ensure(*args)
 
-    monkeypatch.setattr(
-        initialization, "ensure_decode_fast_path_is_available", ensure_with_cuda
-    )
+    monkeypatch.setattr(initialization, "ensure_decode_fast_path_is_available", ensure_with_cuda)
 
 
 @pytest.fixture
-def packed_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+def packed_steps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What every layer of every step of continuous batching was called with."""
     from attn.integrations.transformers import attention, compat
 
@@ -73,4 +71,4 @@ def packed_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         return found
 
     monkeypatch.setattr(attention.compat, "packed_step", noted)
-    yield seen
+    return seen

@@ -5,10 +5,7 @@ Importing this package imports neither Transformers nor torch.
 
 from __future__ import annotations
 
-from typing import Final
-
-NAME: Final = "attn"
-"""The name that models are loaded with: ``attn_implementation="attn"``."""
+from attn.integrations.transformers.names import NAME
 
 
 def register(backend: str | None = None) -> None:

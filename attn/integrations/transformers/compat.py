@@ -26,7 +26,7 @@ from transformers import modeling_flash_attention_utils as flash_utils
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
-from attn.integrations.transformers import NAME
+from attn.integrations.transformers.names import NAME
 
 FIRST: Final = (5, 17)
 LAST: Final = (5, 24)
