@@ -31,7 +31,7 @@ def registered() -> None:
 @pytest.fixture(scope="session")
 def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a model with its tokenizer."""
-    from tests.transformers.models import save_model
+    from tests.transformers.small_models import save_model
 
     folder = tmp_path_factory.mktemp("model") / "tiny-llama"
     save_model(folder)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.transformers.models import VOCABULARY, make_model
+from tests.transformers.small_models import VOCABULARY, make_model
 
 PROMPT_LENS = (5, 23, 40)
 NEW_TOKENS = 8

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from attn.cli.app import app
 from attn.integrations.transformers import attention
-from tests.transformers.models import make_tokenizer
+from tests.transformers.small_models import make_tokenizer
 
 PROMPT = "Once upon a time"
 

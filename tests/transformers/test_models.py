@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attn.integrations.transformers import NAME, register
-from tests.transformers.models import MODELS, make_model
+from tests.transformers.small_models import MODELS, make_model
 from tests.transformers.runs import (
     continuously,
     expected,

@@ -10,7 +10,7 @@ import torch
 
 from attn.integrations.transformers import NAME, compat, register
 from attn.integrations.transformers.masks import padding_mask
-from tests.transformers.models import make_model
+from tests.transformers.small_models import make_model
 from tests.transformers.runs import config, prompts
 
 ROOT = Path(__file__).parents[2]
