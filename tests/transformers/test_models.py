@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from attn.integrations.transformers import NAME, register
-from tests.transformers.small_models import MODELS, make_model
 from tests.transformers.runs import (
     continuously,
     expected,
@@ -12,6 +11,7 @@ from tests.transformers.runs import (
     one_by_one,
     prompts,
 )
+from tests.transformers.small_models import MODELS, make_model
 
 CONTINUOUS = [name for name in MODELS if name != "deepseek_v3"]
 

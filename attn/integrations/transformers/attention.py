@@ -234,8 +234,11 @@ def _attend_cached(
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """``[B, H, S, D]`` as ``[B * S, H, D]``; a copy only where strides leave no other way."""
-    return tensor.transpose(1, 2).flatten(0, 1)
+    """``[B, H, S, D]`` as dense rows ``[B * S, H, D]``.
+
+    Strides that change with S would ask for another compiled variant in every step.
+    """
+    return tensor.transpose(1, 2).flatten(0, 1).contiguous()
 
 
 def _taken(rows: torch.Tensor, which: torch.Tensor | None) -> torch.Tensor:

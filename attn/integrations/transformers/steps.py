@@ -78,7 +78,7 @@ def over_pages(packed: PackedStep, num_tokens: int, block_size: int) -> Step:
         longest = table.shape[1] * block_size
         last = (lens - 1).clamp(min=0).long()
         pages = table.gather(1, (last // block_size)[:, None])[:, 0].long()
-        slots = torch.where(lens > 0, pages * block_size + last % block_size, PAD_SLOT_ID)
+        slots = (pages * block_size + last % block_size).masked_fill(lens <= 0, PAD_SLOT_ID)
     else:
         every = packed.all_slots
         assert every is not None
@@ -208,8 +208,7 @@ def _scratch_step(
     starts, device = lengths.key_start_loc, owners.device
     order = torch.arange(lengths.num_reqs, dtype=torch.int32, device=device)
     firsts = starts[:-1] // block_size + order
-    slots = firsts[owners].long() * block_size + places
-    slots = torch.where(kept, slots, PAD_SLOT_ID)
+    slots = (firsts[owners].long() * block_size + places).masked_fill(~kept, PAD_SLOT_ID)
     columns = torch.arange(cdiv(lengths.max_seq_len, block_size), device=device)
     pages = len(owners) // block_size + lengths.num_reqs
     table = (firsts[:, None] + columns).clamp(max=pages - 1).int()
