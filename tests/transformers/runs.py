@@ -36,7 +36,8 @@ def expected(name: str, new_tokens: int = NEW_TOKENS) -> list[list[int]]:
 
 def one_by_one(model: Any, prompt: list[int], new_tokens: int = NEW_TOKENS) -> list[int]:
     """New tokens of one prompt."""
-    output = model.generate(torch.tensor([prompt]), generation_config=config(new_tokens))
+    ids = torch.tensor([prompt], device=model.device)
+    output = model.generate(ids, generation_config=config(new_tokens))
     return output[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
 
 
@@ -50,7 +51,7 @@ def padded(given: Sequence[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
 
 def in_one_batch(model: Any, given: Sequence[list[int]]) -> list[list[int]]:
     """New tokens of prompts in one padded batch."""
-    ids, mask = padded(given)
+    ids, mask = (tensor.to(model.device) for tensor in padded(given))
     output = model.generate(ids, attention_mask=mask, generation_config=config())
     return output[:, ids.shape[1] :].tolist()  # type: ignore[no-any-return]
 

@@ -13,7 +13,7 @@ def register(backend: str | None = None) -> None:
 
     After this call the name serves ``generate``, and continuous batching (``generate_batch``,
     ``init_continuous_batching``), which runs our kernels over its own paged cache. Calling it again
-    changes the backend of layers that have not run yet.
+    changes the backend.
 
     Args:
         backend: name of a dense backend; None is TRITON_ATTN on a GPU and TORCH_REF elsewhere.

@@ -31,7 +31,7 @@ _chosen: list[str | None] = [None]
 
 
 def choose(backend: str | None) -> None:
-    """Set the backend of layers that have not run yet; None chooses by the device."""
+    """Set the backend of the calls that follow; None chooses by the device."""
     _chosen[0] = backend
 
 
