@@ -70,6 +70,18 @@ def test_a_contender_leaves_time_for_those_after_it(monkeypatch):
     assert all(one.seconds or one.problem == "no time was left" for one in found.measured)
 
 
+def test_sdpa_that_fails_is_tried_with_smaller_steps(monkeypatch):
+    def run_job(job, limit):
+        if job.contender == "sdpa" and job.step_tokens > 2048:
+            return Measured(contender="sdpa", problem="OutOfMemoryError: too much")
+        return measured(job.contender, 1.0, step_tokens=job.step_tokens)
+
+    monkeypatch.setattr(continuous, "run_job", run_job)
+    found = measure(Job(), continuous.CONTENDERS, 220)
+    assert found.of("sdpa").step_tokens == 2048
+    assert "scaled_dot_product_attention, 2048 tokens a step |" in render_markdown([found])
+
+
 def test_results_are_read_and_rendered(tmp_path, capsys):
     source, page = tmp_path / "results.json", tmp_path / "page.md"
     source.write_text(RESULTS.model_dump_json())

@@ -77,12 +77,21 @@ def measure(job: Job, contenders: Sequence[str], budget_s: float) -> ContinuousR
             measured.append(Measured(contender=name, problem="no time was left"))
             continue
         # A contender leaves time for those after it.
-        limit = max(left / (len(contenders) - place), LEAST_SECONDS) * 1.3
-        print(f"{name}: at most {min(limit, left):.0f} s", flush=True)
-        found = run_job(job.replace(contender=name), min(limit, left))
-        print(f"  {found.line}", flush=True)
+        limit = min(left, max(left / (len(contenders) - place), LEAST_SECONDS) * 1.3)
+        found = _run(job.replace(contender=name), limit)
+        left = budget_s - (time.monotonic() - begin)
+        if found.problem and name == REFERENCE and left > LEAST_SECONDS:
+            # A mask of all tokens by all keys may not fit into memory.
+            found = _run(job.replace(contender=name, step_tokens=job.step_tokens // 4), left)
         measured.append(found)
     return ContinuousResults(job=job, measured=tuple(measured))
+
+
+def _run(job: Job, limit_s: float) -> Measured:
+    print(f"{job.contender}, steps of {job.step_tokens}: at most {limit_s:.0f} s", flush=True)
+    found = run_job(job, limit_s)
+    print(f"  {found.line}", flush=True)
+    return found
 
 
 def render_markdown(results: Sequence[ContinuousResults]) -> str:
@@ -139,10 +148,13 @@ def _table(results: Sequence[ContinuousResults]) -> str:
                 continue
             ratio = "" if reference is None else f"{one.tokens_per_s / reference.tokens_per_s:.2f}"
             logits = "" if one.logits is None else f"{one.logits:.4f}"
+            words = WORDS[one.contender]
+            if one.step_tokens != run.job.step_tokens:
+                words += f", {one.step_tokens} tokens a step"
             rows.append(
                 (
                     _version(run),
-                    WORDS[one.contender],
+                    words,
                     f"{one.tokens_per_s:,.0f}",
                     f"{one.spread:.1%}".replace("%", " %"),
                     ratio,

@@ -48,6 +48,8 @@ class Measured(Spec):
     """What one contender measured, or why it measured nothing."""
 
     contender: str
+    step_tokens: int = Job.model_fields["step_tokens"].default
+    """Most tokens of a step."""
     environment: dict[str, str] = Field(default_factory=dict)
     seconds: tuple[float, ...] = ()
     """Each round's ``generate_batch``."""
@@ -142,6 +144,7 @@ def perform(job: Job) -> Measured:
     environment = {name: str(getattr(found, name)) for name in names}
     return Measured(
         contender=job.contender,
+        step_tokens=job.step_tokens,
         environment={**environment, "transformers": transformers.__version__},
         seconds=tuple(seconds[1:]),
         new_tokens=counts,

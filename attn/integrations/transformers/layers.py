@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 
@@ -28,6 +29,8 @@ from specs.kv_cache import (
     SlidingWindowSpec,
 )
 from specs.layouts import KVViews
+
+T = TypeVar("T")
 
 SCRATCH_PAGE: Final = 128
 """Tokens of a page of the pages that a call's own keys and values are written to."""
@@ -126,15 +129,14 @@ class Group:
             if kept is not None:
                 self._replaced.append(kept)
             kind, count = self.kind, power_of_two(pages)
-            key, value = (
-                torch.zeros(
-                    (count, kind.block_size, kind.num_kv_heads, size),
-                    dtype=kind.dtype,
-                    device=kind.device,
-                )
-                for size in (kind.head_size, kind.head_size_v)
+
+            def new_pages(size: int) -> torch.Tensor:
+                shape = (count, kind.block_size, kind.num_kv_heads, size)
+                return torch.zeros(shape, dtype=kind.dtype, device=kind.device).transpose(1, 2)
+
+            kept = self._scratch = _lasting(
+                kind.device, lambda: (new_pages(kind.head_size), new_pages(kind.head_size_v))
             )
-            kept = self._scratch = (key.transpose(1, 2), value.transpose(1, 2))
         return kept
 
     def _record(self, batch: CommonAttentionMetadata) -> Any:
@@ -161,8 +163,11 @@ class Group:
                 num_heads=self.kind.num_heads,
                 exact_host_lengths=False,
             )
-            builder_cls = AttentionBackendEnum[self.kind.backend].get_class().get_builder_cls()
-            self._builder = builder_cls(self.kind.spec(), ["layer"], config, self.kind.device)
+            kind = self.kind
+            builder_cls = AttentionBackendEnum[kind.backend].get_class().get_builder_cls()
+            self._builder = _lasting(
+                kind.device, lambda: builder_cls(kind.spec(), ["layer"], config, kind.device)
+            )
         return self._builder.build(0, batch)
 
 
@@ -224,7 +229,7 @@ def layer_of(module: torch.nn.Module, kind: LayerKind, scores: Scores) -> Layer:
             head_size_v=kind.head_size_v,
         )
         impl.process_weights_after_loading(kind.dtype)
-        scales = LayerScales.of(device=kind.device)
+        scales = _lasting(kind.device, lambda: LayerScales.of(device=kind.device))
         layer = kept[kind, scores] = Layer(impl, group, scales, scores.sinks, id(module))
     return layer
 
@@ -262,6 +267,29 @@ def _with_two_planes(backend: str) -> Any:
 def stream_of(device: torch.device) -> int:
     """Handle of the stream that a call's kernels run on; 0 without a GPU."""
     return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
+
+
+def _lasting(device: torch.device, make: Callable[[], T]) -> T:
+    """Make what outlives a step, with memory that no CUDA graph writes to.
+
+    Transformers runs a step before it captures one, and takes that step's memory from the pool that
+    all its graphs share. What is kept from such a step would lie where other graphs have their
+    temporary tensors. The pool is that of one thread, so that another thread allocates outside it.
+
+    Args:
+        device: where the memory is.
+        make: allocates it.
+    """
+    if device.type != "cuda":
+        return make()
+    stream = torch.cuda.current_stream(device)
+
+    def run() -> T:
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            return make()
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(run).result()
 
 
 def _captures(device: torch.device) -> bool:
