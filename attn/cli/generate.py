@@ -13,6 +13,8 @@ from attn.errors import MissingDependencyError
 if TYPE_CHECKING:
     from attn.integrations.transformers.generation import Outcome, Request, Run
 
+GENERATING: Final = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+"""Ends of the names of models that generate text."""
 WEIGHTS: Final = ("*.safetensors", "*.bin")
 TOKENIZERS: Final = (
     "tokenizer.json",
@@ -59,7 +61,7 @@ def check_folder(folder: Path) -> None:
     """Check that a folder holds a model with its weights and its tokenizer.
 
     Raises:
-        ValueError: it does not; the message says what is missing.
+        ValueError: it does not, or the model generates no text; the message says what is missing.
     """
     config = folder / "config.json"
     if not config.is_file():
@@ -70,6 +72,9 @@ def check_folder(folder: Path) -> None:
         raise ValueError(f"--hf: {config} cannot be read: {error}") from None
     if not isinstance(fields, dict) or "model_type" not in fields:
         raise ValueError(f"--hf: {config} has no model_type, so it describes no model")
+    classes = fields.get("architectures") or []
+    if classes and not any(name.endswith(GENERATING) for name in map(str, classes)):
+        raise ValueError(f"--hf: {str(folder)!r} is a {classes[0]}, which generates no text")
     if not any(next(folder.glob(pattern), None) for pattern in WEIGHTS):
         raise ValueError(f"--hf: {str(folder)!r} has no weights (*.safetensors)")
     if not any((folder / name).is_file() for name in TOKENIZERS):

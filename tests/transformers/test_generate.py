@@ -65,6 +65,9 @@ def broken(kind):
             (folder / "config.json").write_text("{}")
         elif kind == "unknown_model":
             (folder / "config.json").write_text('{"model_type": "no_such_model"}')
+        elif kind == "encoder":
+            fields = {"model_type": "bert", "architectures": ["BertModel"]}
+            (folder / "config.json").write_text(json.dumps(fields))
         elif kind == "no_weights":
             (folder / "model.safetensors").unlink()
         elif kind == "broken_weights":
@@ -83,6 +86,7 @@ def broken(kind):
         ("no_json", ["config.json cannot be read"]),
         ("no_model", ["no model_type"]),
         ("unknown_model", ["cannot load", "no_such_model"]),
+        ("encoder", ["BertModel, which generates no text"]),
         ("no_weights", ["no weights (*.safetensors)"]),
         ("broken_weights", ["cannot load"]),
         ("no_tokenizer", ["no tokenizer", "tokenizer.json"]),
@@ -97,3 +101,11 @@ def test_a_folder_that_is_no_model_is_one_line(kind, words, saved_model, tmp_pat
     assert result.stdout == ""
     assert result.stderr.count("\n") == 1
     assert all(word in result.stderr for word in words), result.stderr
+
+
+def test_missing_transformers_is_one_line(saved_model, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    result = generate(saved_model)
+    assert result.exit_code == 2
+    assert result.stderr.count("\n") == 1
+    assert "needs transformers, which is not installed" in result.stderr
