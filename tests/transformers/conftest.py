@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import logging
 import os
@@ -67,8 +68,24 @@ def packed_steps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def noted(*args: Any) -> Any:
         found = packed_step(*args)
         if found[0] is not None:
-            seen.append(found[0])
+            # The next step overwrites the tensor.
+            starts = found[0].query_start_loc.clone()
+            seen.append(dataclasses.replace(found[0], query_start_loc=starts))
         return found
 
     monkeypatch.setattr(attention.compat, "packed_step", noted)
     return seen
+
+
+@pytest.fixture
+def padded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are padded on the CPU too, as they are for CUDA graphs."""
+    from transformers.generation.continuous_batching.model_runner import ModelRunner
+
+    make = ModelRunner.__init__
+
+    def make_padding(runner: Any, *args: Any, **kwargs: Any) -> None:
+        make(runner, *args, **kwargs)
+        runner.pad_inputs = True
+
+    monkeypatch.setattr(ModelRunner, "__init__", make_padding)

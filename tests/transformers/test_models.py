@@ -38,8 +38,9 @@ def test_generate_batch_gives_eagers_tokens(name, packed_steps):
     model = ours(name)
     assert continuously(model, prompts()) == expected(name)
     assert model.config._attn_implementation == NAME
-    # The longest prompt comes in chunks, and decodes beside it.
-    assert {step.query_start_loc.diff().min().item() for step in packed_steps} >= {1}
+    # The longest prompt comes in chunks, with decodes beside it.
+    lens = [step.query_start_loc.diff().tolist() for step in packed_steps]
+    assert any(min(step) == 1 and max(step) > 1 for step in lens)
     assert any(step.pages is None for step in packed_steps) == (name not in ("llama", "qwen3"))
 
 
@@ -48,6 +49,15 @@ def test_generate_batch_by_block_tables(name, packed_steps, block_tables):
     assert continuously(ours(name), prompts()) == expected(name)
     # Models with a window have none.
     assert any(step.block_table is not None for step in packed_steps) == (name == "llama")
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_padding_of_steps_for_graphs_changes_no_token(
+    name, block_tables, padded_steps, packed_steps
+):
+    assert continuously(ours(name), prompts()) == expected(name)
+    # Requests of no tokens pad a step.
+    assert any((step.query_start_loc.diff() == 0).any() for step in packed_steps)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
@@ -79,7 +89,7 @@ def test_other_implementations_are_served_as_before():
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
-def test_the_kernels_of_a_gpu_give_the_same_tokens(name, block_tables):
+def test_the_kernels_of_a_gpu_give_the_same_tokens(name, block_tables, padded_steps):
     """The kernels run in Triton's interpreter, which is slow: few prompts, few tokens."""
     register("TRITON_ATTN")
     model = ours(name)
