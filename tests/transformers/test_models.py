@@ -82,6 +82,14 @@ def test_continuous_batching_of_latent_attention_is_refused_in_one_line():
     assert model.config._attn_implementation == NAME
 
 
+def test_continuous_batching_of_several_head_sizes_is_refused_in_one_line():
+    model = ours("llama")
+    model.model.layers[1].self_attn = make_model("llama", head_dim=64).model.layers[1].self_attn
+    with pytest.raises(NotImplementedError, match=r"this model has 32 and 64") as error:
+        continuously(model, prompts())
+    assert "\n" not in str(error.value)
+
+
 def test_other_implementations_are_served_as_before():
     model = make_model("llama")
     model.set_attn_implementation("sdpa")

@@ -120,13 +120,19 @@ def _check_cached_heads(model: Any) -> None:
     expands its keys to another one, and fails there with every implementation.
 
     Raises:
-        NotImplementedError: latent attention.
+        NotImplementedError: latent attention, or layers of several head sizes.
     """
-    config = model.config.get_text_config()
-    if getattr(config, "kv_lora_rank", None):
+    layers = [module for module in model.modules() if hasattr(module, "layer_idx")]
+    sizes = {size for layer in layers if isinstance(size := getattr(layer, "head_dim", None), int)}
+    why = None
+    if getattr(model.config.get_text_config(), "kv_lora_rank", None):
+        why = "latent attention has two"
+    elif len(sizes) > 1:
+        why = f"this model has {' and '.join(map(str, sorted(sizes)))}"
+    if why is not None:
         raise NotImplementedError(
             f"continuous batching of Transformers does not serve {type(model).__name__}: its cache "
-            "has one head size for keys and values, and latent attention has two; use generate()"
+            f"has one head size for keys and values of all layers, and {why}; use generate()"
         )
 
 
