@@ -44,6 +44,20 @@ def test_generate_batch_gives_eagers_tokens(name, packed_steps):
     assert any(step.pages is None for step in packed_steps) == (name not in ("llama", "qwen3"))
 
 
+@pytest.mark.parametrize("backend", [None, "TRITON_ATTN"])
+def test_a_model_that_ran_in_inference_mode_runs_outside_of_it(backend):
+    register(backend)
+    model, (prompt, *_) = ours("llama"), prompts()
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        first = model(ids).logits
+    with torch.no_grad():
+        second = model(ids).logits
+    assert torch.equal(first, second)
+    with torch.inference_mode():
+        assert torch.equal(first, model(ids).logits)
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
 def test_generate_batch_by_block_tables(name, packed_steps, block_tables):
     assert continuously(ours(name), prompts()) == expected(name)

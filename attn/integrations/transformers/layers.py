@@ -281,10 +281,13 @@ def _lasting(device: torch.device, make: Callable[[], T]) -> T:
         make: allocates it.
     """
     if device.type != "cuda":
-        return make()
+        # Tensors that are made in inference mode cannot be written outside of it.
+        with torch.inference_mode(False):
+            return make()
     stream = torch.cuda.current_stream(device)
 
     def run() -> T:
+        # A new thread is not in inference mode.
         with torch.cuda.device(device), torch.cuda.stream(stream):
             return make()
 
