@@ -54,7 +54,7 @@ class Measured(Spec):
     seconds: tuple[float, ...] = ()
     """Each round's ``generate_batch``."""
     new_tokens: int = 0
-    """Of all requests."""
+    """Tokens that a round generates, of all requests together."""
     logits: float | None = None
     """Largest difference of a prompt's logits from ``sdpa``, over the largest of those."""
     tokens: tuple[tuple[int, ...], ...] = ()
