@@ -17,7 +17,7 @@ SPARSE_THEIRS = ("FLASHMLA_SPARSE",)
 """vLLM's backends; ours is compared with the first of them that serves the case."""
 
 PROMPT_LENS = {
-    # The token that is drawn first predicts itself: alone it would be answered by one token for ever.
+    # The token that is drawn first predicts itself: alone it would be repeated for ever.
     DENSE: (7, 1, 65, 190, 420, 1300),
     SPARSE: (1, 17, 65, 400, 700, 2100),
     SPARSE_LONG: (17, 600, 2100, 8200),

@@ -326,9 +326,7 @@ class Oracle:
         self.theta = self.config["rope_parameters"]["rope_theta"]
 
     @torch.no_grad()
-    def answer(
-        self, tokens: Sequence[int], lists: Mapping[int, Tensor] | None = None
-    ) -> Answer:
+    def answer(self, tokens: Sequence[int], lists: Mapping[int, Tensor] | None = None) -> Answer:
         """Logits of the next tokens, and the lists of keys.
 
         Args:

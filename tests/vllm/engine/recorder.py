@@ -117,9 +117,7 @@ class Recorder:
             else:
                 # No indexer writes -2.
                 shape = (self.max_len, lists.shape[1])
-                attempt.lists[layer] = torch.full(
-                    shape, -2, dtype=torch.int32, device=lists.device
-                )
+                attempt.lists[layer] = torch.full(shape, -2, dtype=torch.int32, device=lists.device)
         if name not in self.prompts:
             attempts.clear()
         elif attempts[-1].begin == attempt.begin:

@@ -268,7 +268,7 @@ def test_a_run_is_scored(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_preempted_request_is_judged_by_the_lists_of_each_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lists before and after differ; a token answered with other lists, or wrongly, is found."""
+    """Lists before and after differ; a token answered with other lists, or wrongly, is found."""
     name = latent.SPARSE
     monkeypatch.setitem(CONFIGS, name, {**CONFIGS[name], "index_topk": 8})
     folder, path = tmp_path / "model", tmp_path / "lists.pt"

@@ -346,6 +346,25 @@ def logprob_error(actual: Tensor, logits: Tensor) -> Error:
     return _error(actual, expected, logits.bfloat16().double().log_softmax(-1), sizes)
 
 
+def taken_error(actual: Tensor, logits: Tensor, tokens: Tensor) -> Error:
+    """Error of the log-probabilities of given tokens, both ``[N]``, against float32's logits.
+
+    Args:
+        actual: float64 log-probabilities.
+        logits: float32's, ``[N, VOCAB]`` in float64.
+        tokens: int64 token ids.
+    """
+
+    def of_tokens(table: Tensor) -> Tensor:
+        return table.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+
+    def sizes(logprobs: Tensor) -> Tensor:
+        return (logprobs - expected).abs()
+
+    expected = of_tokens(logits)
+    return _error(actual, expected, of_tokens(logits.bfloat16().double()), sizes)
+
+
 def state_error(actual: Tensor, expected: Tensor) -> Error:
     """Error of states ``[N, hidden]`` float64; only directions count, as poolers normalise."""
     actual, expected = normalize(actual, dim=-1), normalize(expected, dim=-1)
@@ -399,9 +418,7 @@ def lists_of(
             for layer, rows in lists.items():
                 if (rows == -2).any():
                     first = int((rows == -2).any(-1).int().argmax())
-                    raise ValueError(
-                        f"layer {layer} must list keys of token {first}, and does not"
-                    )
+                    raise ValueError(f"layer {layer} must list keys of token {first}, and does not")
             parts.append((range(begin, end), lists))
         found.append(parts)
     return found
