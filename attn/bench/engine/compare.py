@@ -296,8 +296,9 @@ class _Session:
                 self.log(f"no time for round {turn}")
                 break
             for load in self.model.loads:
-                for entry in self.alive if turn % 2 else self.alive[::-1]:
-                    self.time(entry, load, turn)
+                for repeat in range(load.repeats if turn else 1):
+                    for entry in self.alive if (turn + repeat) % 2 else self.alive[::-1]:
+                        self.time(entry, load, turn)
             yield self.found
 
     def profiles(self) -> Iterator[Comparison]:
