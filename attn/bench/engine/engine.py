@@ -123,11 +123,11 @@ class Speed(Spec):
 
     @property
     def quartile_spread(self) -> float:
-        """(third quartile - first quartile) / median of the rounds; of few rounds, all of them.
+        """(third quartile - first quartile) / median of the rounds; the spread of fewer than eight.
 
-        One slow round among many does not change it, nor does it change the median.
+        A slow round among many does not change it, nor does it change the median.
         """
-        if len(self.seconds) < 4:
+        if len(self.seconds) < 8:
             return self.spread
         first, _, third = statistics.quantiles(self.seconds, n=4, method="inclusive")
         return (third - first) / self.median

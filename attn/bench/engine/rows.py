@@ -81,6 +81,8 @@ class Comparison(Spec):
     model: str
     environment: EngineEnvironment = EngineEnvironment()
     rounds: PositiveInt
+    loads: tuple[Load, ...] = ()
+    """What was asked for, which a later version may change."""
     rows: tuple[Row, ...] = ()
 
     def row(self, contender: Contender) -> Row | None:
@@ -218,7 +220,7 @@ _HOW = (
     "every other round in reverse, so that a drift of the machine reaches all. The first round is "
     "not counted. Tokens/s is by the wall clock over one `LLM.generate` of all prompts, median of "
     "the rounds, each of which asks for `decode` twice; `spread` is (third quartile - first "
-    "quartile) / median, of fewer than four rounds (longest - shortest) / median. Prompts of "
+    "quartile) / median, of fewer than eight times (longest - shortest) / median. Prompts of "
     "`decode` are in the prefix cache, so that its rate is of generated tokens alone; the other "
     "prompts are new in every round. `attention` and `indexer` are milliseconds of GPU kernels in "
     "one more round under `torch.profiler`, told by their names: attention counts its cache, plan "
