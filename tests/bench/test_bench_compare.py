@@ -309,7 +309,7 @@ def test_one_slow_round_among_many_does_not_make_a_lead_level():
     peers = [row(LATENT, item) for item in (FLASH_MLA_3, FLASHMLA, TRITON_MLA)]
     found = comparison(LATENT, *peers, row(LATENT, CUSTOM, start_up=29.0, speeds=speeds))
     assert judge(found, LATENT.goals[0])[1] is Judgement.MET
-    # Of a few rounds, all count.
+    # All of a few rounds count.
     assert Speed(workload="x", seconds=(*[1.0] * 6, 2.0)).quartile_spread == 1.0
 
 

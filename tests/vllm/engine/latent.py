@@ -243,7 +243,7 @@ class Lists:
 
     @classmethod
     def merged(cls, parts: Sequence[Lists]) -> Lists:
-        """The same of several sequences or layers together."""
+        """The judgement of several sequences or layers together."""
         rows = sum(part.rows for part in parts)
 
         def mean(name: str) -> float:

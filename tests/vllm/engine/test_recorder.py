@@ -279,7 +279,7 @@ def test_a_preempted_request_is_judged_by_the_lists_of_each_time(
     sequence = prompts[0] + outputs[0].outputs[0].token_ids
     oracle, total = Oracle(folder), len(sequence) - 1
     best = {layer: part.own for layer, part in oracle.answer(sequence[:-1]).lists.items()}
-    # The same lists but for one key, as after a tie that fell the other way.
+    # Lists that differ in one key, as after a tie that fell the other way.
     worst = {layer: rows.clone() for layer, rows in best.items()}
     for rows in worst.values():
         for position in range(8, total):
