@@ -134,10 +134,6 @@ class SparseKernels(Spec):
     """Form of the library's own kernel, where it takes the requests with many new tokens."""
     own_decode: DecodeKernel = DecodeKernel.AUTO
     """Form of the library's own kernel, where it takes the rows with few new tokens."""
-    dense_short_prompts: bool = False
-    """Prefills attend every key that they see, over keys expanded for every head, in a step in
-    which none of their requests has more tokens than ``index_topk``. Their lists are not read. A
-    batch-invariant engine ignores this."""
 
 
 class Kernels(Spec):
@@ -207,6 +203,10 @@ class EngineConfig(Spec):
     sinks, which vLLM adds on the device."""
     index_topk: PositiveInt | None = None
     """Tokens that a sparse MLA layer attends."""
+    dense_short_prompts: StrictBool = False
+    """Prefills of sparse MLA layers attend every key that they see, over keys expanded for every
+    head, in a step in which none of their requests has more tokens than ``index_topk``. Their lists
+    are not read. A batch-invariant engine ignores this."""
     skip_prefill: StrictBool = False
     """The layers are a draft model's that only decodes: builders make no room for prefill, and
     refuse it."""

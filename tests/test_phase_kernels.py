@@ -17,7 +17,7 @@ from builders.dense.triton_attn import TritonAttentionMetadataBuilder
 from builders.latent.triton_mla import TritonMLAMetadataBuilder
 from builders.sparse.sparse_mla import SparseMLAMetadataBuilder
 from specs.dtypes import CacheDType, DType
-from specs.engine import DecodeKernel, EngineConfig, Kernels, PrefillKernel, SparseKernels
+from specs.engine import DecodeKernel, EngineConfig, Kernels, PrefillKernel
 from specs.kv_cache import EncoderOnlyAttentionSpec, FullAttentionSpec, MLAAttentionSpec
 from tests.tools.gpus import hopper
 
@@ -57,7 +57,6 @@ def kernels_of(builder: Any, spec: Any, **settings: Any) -> dict[str, str]:
 
 PORTABLE = Kernels.own(PrefillKernel.TRITON, DecodeKernel.TRITON)
 MIXED = Kernels.own(PrefillKernel.TRITON, DecodeKernel.HOPPER)
-DENSE_IF_SHORT = Kernels(sparse=SparseKernels(dense_short_prompts=True))
 
 
 @pytest.mark.usefixtures("on_hopper")
@@ -114,9 +113,9 @@ def test_kernels_of_latent_layers(
         ({}, BOTH),
         ({"kernels": PORTABLE}, NEITHER),
         ({"kernels": MIXED}, {"decode": "hopper", "prefill": "triton"}),
-        ({"kernels": DENSE_IF_SHORT}, {**BOTH, "short": "hopper"}),
+        ({"dense_short_prompts": True}, {**BOTH, "short": "hopper"}),
         # With batch invariance every row attends its list.
-        ({"kernels": DENSE_IF_SHORT, "batch_invariant": True}, NEITHER),
+        ({"dense_short_prompts": True, "batch_invariant": True}, NEITHER),
     ],
 )
 def test_kernels_of_sparse_layers(settings: dict[str, Any], expected: dict[str, str]) -> None:

@@ -101,7 +101,7 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
             config.softmax_scale,
         )
         # A row's bits would depend on the lengths of the step's other prefills.
-        is_dense = config.kernels.sparse.dense_short_prompts and not config.batch_invariant
+        is_dense = config.dense_short_prompts and not config.batch_invariant
         self.expanded: ExpandedPrefill | None = None
         if is_dense:
             self.expanded = ExpandedPrefill(

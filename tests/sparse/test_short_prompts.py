@@ -17,14 +17,12 @@ from attn.testing.latent_trial import latent_output, low_latent_output
 from attn.testing.oracle import Rules, mask
 from builders.sparse.record import SparseMLAMetadata
 from builders.sparse.rows import chunk_slots
-from specs.engine import Kernels, SparseKernels
 from specs.rows import LatentFormat
 from specs.sparse_mla import STORED_FORMATS
 from tests.sparse.sparse_layers import BLOCK, K_SCALE, NAMES, Part, Sizes, SparseLayer, Step
 
 BF16, RAW, SCALED = STORED_FORMATS
 SIZES = Sizes(v=32, topk=48)
-DENSE = Kernels(sparse=SparseKernels(dense_short_prompts=True))
 CHUNKED = {"mla_workspace_bytes": 4 * 16 * 4 * 2 * 256 * 2}
 """Room for a page of 16 tokens of each of four requests, so context comes in several chunks."""
 FIRST: list[Part] = [(0, 0, 40), (1, 0, 9)]
@@ -32,7 +30,7 @@ MIXED: list[Part] = [(2, 30, 1), (0, 40, 8), (1, 9, 12)]
 
 
 def layer_of(layout: LatentFormat = BF16, sizes: Sizes = SIZES, **settings: Any) -> SparseLayer:
-    return SparseLayer(layout, sizes=sizes, **{"kernels": DENSE, **settings})
+    return SparseLayer(layout, sizes=sizes, **{"dense_short_prompts": True, **settings})
 
 
 def record_of(layer: SparseLayer, parts: Sequence[Part], padding: int = 0) -> SparseMLAMetadata:
@@ -116,7 +114,7 @@ def test_a_record_counts_short_prompts_as_prefills() -> None:
     ("parts", "settings"),
     [
         ([(0, 0, 9), (1, 40, 9)], {}),
-        ([(0, 0, 9)], {"kernels": Kernels()}),
+        ([(0, 0, 9)], {"dense_short_prompts": False}),
         ([(0, 0, 9)], {"batch_invariant": True}),
         ([(0, 8, 1), (1, 3, 4)], {}),
     ],

@@ -235,8 +235,7 @@ def test_drafts_are_listed_by_what_lengths_are_now() -> None:
 
 
 def test_short_prompts_attend_every_key_of_all_ranks() -> None:
-    dense = Kernels(sparse=SparseKernels(dense_short_prompts=True))
-    layers = Ranks(2, 1, sizes=replace(SMALL, v=32), kernels=dense)
+    layers = Ranks(2, 1, sizes=replace(SMALL, v=32), dense_short_prompts=True)
     first = layers.whole.step([(0, 0, 1), (1, 0, 2)])
     layers.whole.run(first)
     layers.run(first)

@@ -12,7 +12,7 @@ from attn.integrations.vllm import compat, settings
 from attn.reference.dense import AttentionRules
 from specs.base import cdiv
 from specs.dtypes import CacheDType, DType
-from specs.engine import EngineConfig, Kernels, ParallelConfig, SpeculativeConfig
+from specs.engine import EngineConfig, ParallelConfig, SpeculativeConfig
 from specs.kv_cache import (
     AnyKVCacheSpec,
     ChunkedLocalAttentionSpec,
@@ -215,15 +215,9 @@ def engine_config(
         rswa_window=compat.rswa_window(vllm_config, spec),
         exact_host_lengths=is_exact,
         index_topk=compat.index_topk(vllm_config, spec),
-        kernels=_kernels(vllm_config),
+        dense_short_prompts=compat.sends_short_prompts(vllm_config),
+        kernels=settings.kernels(),
     )
-
-
-def _kernels(vllm_config: Any) -> Kernels:
-    """The kernels that the environment names, and how sparse layers attend short prompts."""
-    kernels = settings.kernels()
-    is_dense = compat.sends_short_prompts(vllm_config)
-    return kernels.replace(sparse=kernels.sparse.replace(dense_short_prompts=is_dense))
 
 
 def _encoder_len(vllm_config: Any, spec: Any) -> int | None:
