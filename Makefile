@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 RUN_ARGS := $(if $(TRACE),--trace $(TRACE)) $(if $(MODEL),--model $(MODEL)) \
 	--report $(or $(REPORT),report) $(ARGS)
 
-.PHONY: run test test-compile test-vllm docs install environments lint clean
+.PHONY: run test test-compile test-vllm test-sglang docs install environments lint clean
 
 run: $(INSTALLED)
 	$(BIN)/attn run $(RUN_ARGS)
@@ -38,6 +38,21 @@ test-vllm: $(VLLMS:%=$(VLLM_VENV)/%/.installed)
 	  $(VLLM_VENV)/bin/python -m pytest $(VLLM_PYTEST) tests/vllm $(PYTEST_ARGS); \
 	done
 
+# The plugin inside each SGLang, without a GPU. What they need beside the library's own environment is
+# installed once, without their own pins; each of them is in a folder of its own. Both run at the same
+# time.
+SGLANGS := 0.5.16 0.5.23
+SGLANG_VENV := .venv-sglang
+SGLANG_SHARED := $(SGLANG_VENV)/shared
+SGLANG_PYTEST := -q -p no:cacheprovider -o filterwarnings=default
+
+test-sglang: $(SGLANGS:%=$(SGLANG_VENV)/%/.installed)
+	set -e; for version in $(SGLANGS); do \
+	  PYTHONPATH=$(CURDIR)/$(SGLANG_SHARED):$(CURDIR)/$(SGLANG_VENV)/$$version \
+	  $(BIN)/python -m pytest $(SGLANG_PYTEST) tests/sglang $(PYTEST_ARGS) & \
+	  running="$$running $$!"; \
+	done; for one in $$running; do wait $$one; done
+
 # The pages of docs/ as a site, which needs no network to be read: build/site/index.html.
 DOCS_INSTALLED := $(VENV)/.docs-installed
 
@@ -51,7 +66,8 @@ $(DOCS_INSTALLED): $(INSTALLED)
 install: $(INSTALLED)
 
 # All that is installed; with -j, side by side.
-environments: $(INSTALLED) $(VLLMS:%=$(VLLM_VENV)/%/.installed)
+environments: $(INSTALLED) $(VLLMS:%=$(VLLM_VENV)/%/.installed) \
+  $(SGLANGS:%=$(SGLANG_VENV)/%/.installed)
 
 $(VLLM_VENV)/.installed: tests/vllm/requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VLLM_VENV)
@@ -61,6 +77,14 @@ $(VLLM_VENV)/.installed: tests/vllm/requirements.txt pyproject.toml
 
 $(VLLM_VENV)/%/.installed: $(VLLM_VENV)/.installed
 	$(VLLM_VENV)/bin/$(INSTALL) --no-deps --upgrade --target $(@D) vllm==$*
+	touch $@
+
+$(SGLANG_SHARED)/.installed: tests/sglang/requirements.txt $(INSTALLED)
+	$(BIN)/$(INSTALL) --no-deps --upgrade --target $(@D) -r tests/sglang/requirements.txt
+	touch $@
+
+$(SGLANG_VENV)/%/.installed: $(SGLANG_SHARED)/.installed
+	$(BIN)/$(INSTALL) --no-deps --upgrade --target $(@D) sglang==$*
 	touch $@
 
 lint: $(INSTALLED)
@@ -74,4 +98,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV)* build dist report
+	rm -rf $(VENV) $(VLLM_VENV)* $(SGLANG_VENV) build dist report
