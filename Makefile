@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 RUN_ARGS := $(if $(TRACE),--trace $(TRACE)) $(if $(MODEL),--model $(MODEL)) \
 	--report $(or $(REPORT),report) $(ARGS)
 
-.PHONY: run test test-compile test-vllm test-sglang docs install environments lint clean
+.PHONY: run test test-compile test-vllm test-transformers test-sglang docs install environments lint clean
 
 run: $(INSTALLED)
 	$(BIN)/attn run $(RUN_ARGS)
@@ -38,18 +38,29 @@ test-vllm: $(VLLMS:%=$(VLLM_VENV)/%/.installed)
 	  $(VLLM_VENV)/bin/python -m pytest $(VLLM_PYTEST) tests/vllm $(PYTEST_ARGS); \
 	done
 
-# The plugin inside each SGLang, without a GPU. What they need beside the library's own environment is
-# installed once, without their own pins; each of them is in a folder of its own. Both run at the same
-# time.
+# The integration inside each Transformers, without a GPU. What they need beside the library's own
+# environment is installed once; each of them is in a folder of its own. Both run at the same time.
+TRANSFORMERS := 5.17.0 5.24.0
+TRANSFORMERS_VENV := .venv-transformers
+TRANSFORMERS_SHARED := $(TRANSFORMERS_VENV)/shared
+TRANSFORMERS_PYTEST := -q -p no:cacheprovider -o filterwarnings=default
+
+test-transformers: $(TRANSFORMERS:%=$(TRANSFORMERS_VENV)/%/.installed)
+	set -e; for version in $(TRANSFORMERS); do \
+	  PYTHONPATH=$(CURDIR)/$(TRANSFORMERS_SHARED):$(CURDIR)/$(TRANSFORMERS_VENV)/$$version \
+	  $(BIN)/python -m pytest $(TRANSFORMERS_PYTEST) tests/transformers $(PYTEST_ARGS) & \
+	  running="$$running $$!"; \
+	done; for one in $$running; do wait $$one; done
+
+# The plugin inside each SGLang, in the same way.
 SGLANGS := 0.5.16 0.5.23
 SGLANG_VENV := .venv-sglang
 SGLANG_SHARED := $(SGLANG_VENV)/shared
-SGLANG_PYTEST := -q -p no:cacheprovider -o filterwarnings=default
 
 test-sglang: $(SGLANGS:%=$(SGLANG_VENV)/%/.installed)
 	set -e; for version in $(SGLANGS); do \
 	  PYTHONPATH=$(CURDIR)/$(SGLANG_SHARED):$(CURDIR)/$(SGLANG_VENV)/$$version \
-	  $(BIN)/python -m pytest $(SGLANG_PYTEST) tests/sglang $(PYTEST_ARGS) & \
+	  $(BIN)/python -m pytest $(TRANSFORMERS_PYTEST) tests/sglang $(PYTEST_ARGS) & \
 	  running="$$running $$!"; \
 	done; for one in $$running; do wait $$one; done
 
@@ -67,7 +78,7 @@ install: $(INSTALLED)
 
 # All that is installed; with -j, side by side.
 environments: $(INSTALLED) $(VLLMS:%=$(VLLM_VENV)/%/.installed) \
-  $(SGLANGS:%=$(SGLANG_VENV)/%/.installed)
+  $(TRANSFORMERS:%=$(TRANSFORMERS_VENV)/%/.installed) $(SGLANGS:%=$(SGLANG_VENV)/%/.installed)
 
 $(VLLM_VENV)/.installed: tests/vllm/requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VLLM_VENV)
@@ -77,6 +88,14 @@ $(VLLM_VENV)/.installed: tests/vllm/requirements.txt pyproject.toml
 
 $(VLLM_VENV)/%/.installed: $(VLLM_VENV)/.installed
 	$(VLLM_VENV)/bin/$(INSTALL) --no-deps --upgrade --target $(@D) vllm==$*
+	touch $@
+
+$(TRANSFORMERS_SHARED)/.installed: tests/transformers/requirements.txt $(INSTALLED)
+	$(BIN)/$(INSTALL) --no-deps --upgrade --target $(@D) -r tests/transformers/requirements.txt
+	touch $@
+
+$(TRANSFORMERS_VENV)/%/.installed: $(TRANSFORMERS_SHARED)/.installed
+	$(BIN)/$(INSTALL) --no-deps --upgrade --target $(@D) transformers==$*
 	touch $@
 
 $(SGLANG_SHARED)/.installed: tests/sglang/requirements.txt $(INSTALLED)
@@ -98,4 +117,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV)* $(SGLANG_VENV) build dist report
+	rm -rf $(VENV) $(VLLM_VENV)* $(TRANSFORMERS_VENV) $(SGLANG_VENV) build dist report

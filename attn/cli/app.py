@@ -1,4 +1,4 @@
-"""``attn run``, ``attn backends``, ``attn explain``, ``attn doctor``, ``attn bench``.
+"""The commands: ``attn run``, ``attn generate``, ``attn explain``, ``attn bench`` and others.
 
 Commands import torch and what needs it when they run, so that help and errors of usage are fast.
 """
@@ -350,6 +350,38 @@ def parse_bytes(text: str) -> int:
         raise ValueError(f"size must be a positive number of bytes such as 512MiB, got {text!r}")
     power = "kmgt".find(match[2].lower()) + 1 if match[2] else 0
     return int(Decimal(match[1]) * (1024 if match[3] else 1000) ** power)
+
+
+@app.command()
+def generate(
+    context: typer.Context,
+    hf: options.ModelFolder,
+    prompt: options.Prompt,
+    max_new_tokens: options.MaxNewTokens = 64,
+    backend: options.Backend = None,
+    threads: options.Threads = None,
+    compare: options.CompareAttention = None,
+    report: options.GenerateReport = None,
+) -> None:
+    """Generate text with a local model of Transformers, by our attention."""
+    with _clear_errors():
+        from attn.cli.generate import check, summary, write_report
+        from attn.integrations.transformers.generation import Request
+        from attn.integrations.transformers.generation import generate as generate_text
+
+        other = None if compare is None else compare.value
+        request = Request(hf, prompt, max_new_tokens, backend, other)
+        check(request, report)
+        from attn.cli.terminal.threads import use_threads
+
+        use_threads(threads, detect_device())
+        outcome = generate_text(request, lambda text: print(text, end="", flush=True))
+        print("\n")
+        for line in summary(outcome):
+            print(line)
+        if report is not None:
+            for path in write_report(outcome, context.obj, report):
+                print(f"wrote {path}")
 
 
 @app.command()

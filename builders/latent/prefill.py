@@ -102,7 +102,7 @@ class LatentContext:
         return PagedRows(self.block_table, self.lens[piece], self.starts[piece], self.span)
 
     def exchanged(self, piece: int) -> PagedRows:
-        """The same tokens among the rows of a chunk that ranks have exchanged.
+        """The tokens of a piece, among the rows of a chunk that ranks have exchanged.
 
         These rows are a paged cache ``[ranks * R' * C / PAGE, PAGE, row]``: rank by rank, and
         within a rank request by request.

@@ -71,31 +71,64 @@ def test_the_kept_list_holds_no_kernel_of_vllms_own_road():
 
 
 FAKE = """
-import json, os, sys
+import json, os, sys, time
+job = json.load(open(sys.argv[1] + "/job.json"))
+begun = os.path.dirname(os.path.abspath(__file__)) + "/begun-"
+open(begun + job["contender"]["cache"], "w").close()
+# An engine waits for the other: both must start at once.
+while not all(os.path.exists(begun + cache) for cache in ("auto", "fp8_ds_mla")):
+    time.sleep(0.01)
 out = os.fdopen(int(os.environ["ATTN_ANSWERS"]), "w")
 def answer(**fields):
     out.write(json.dumps(fields) + "\\n"); out.flush()
 answer(environment={"device": "a GPU"}, start_up_s=1.5)
 for line in sys.stdin:
-    name = "KERNEL"
-    answer(seconds=1.0, kernels=[{"name": name, "count": 2, "us": 10.0}])
+    if "FAILS" == job["contender"]["cache"] and json.loads(line)["load"]["name"] == "decode":
+        raise RuntimeError("no memory")
+    answer(seconds=1.0, kernels=[{"name": "KERNEL", "count": 2, "us": 10.0}])
 """
 
 
-@pytest.mark.parametrize(("name", "code"), [("sparse_mla_kernel", 0), ("flash_fwd", 1)])
-def test_the_command_writes_the_page_and_fails_for_a_forbidden_kernel(
-    name, code, tmp_path, monkeypatch
-):
-    worker, real = tmp_path / "worker.py", compare.subprocess.Popen
-    worker.write_text(FAKE.replace("KERNEL", name))
-
-    def popen(command, **options):
-        return real([sys.executable, str(worker)], **options)
-
-    monkeypatch.setattr(compare.subprocess, "Popen", popen)
+@pytest.fixture
+def listing(tmp_path, monkeypatch):
+    """Run the command with processes that have no engine; returns its exit code and page."""
+    real = compare.subprocess.Popen
     monkeypatch.setattr(kernel_list, "require_engine", lambda: None)
-    page = tmp_path / "page.md"
-    assert kernel_list.main(["--out", str(page)]) == code
-    text = page.read_text()
+
+    def run(kernel, fails=""):
+        worker, page = tmp_path / "worker.py", tmp_path / "page.md"
+        worker.write_text(FAKE.replace("KERNEL", kernel).replace("FAILS", fails))
+
+        def popen(command, **options):
+            return real([sys.executable, str(worker), command[-1]], **options)
+
+        monkeypatch.setattr(compare.subprocess, "Popen", popen)
+        return kernel_list.main(["--out", str(page)]), page.read_text()
+
+    return run
+
+
+@pytest.mark.parametrize(("name", "code"), [("sparse_mla_kernel", 0), ("flash_fwd", 1)])
+def test_the_command_writes_the_page_and_fails_for_a_forbidden_kernel(name, code, listing):
+    found, text = listing(name)
+    assert found == code
     assert text.count(f"| `{name}` | 2 |") == 2 * len(LOADS)
     assert text.startswith("# Kernels of vLLM unknown with our sparse backend on a GPU")
+    assert "failed" not in text
+
+
+@pytest.mark.parametrize("cache", ["auto", "fp8_ds_mla"])
+def test_what_was_found_is_kept_when_an_engine_fails(cache, listing):
+    code, text = listing("sparse_mla_kernel", fails=cache)
+    assert code == 1
+    # Two loads come before the one that fails.
+    assert text.count("| `sparse_mla_kernel` | 2 |") == len(LOADS) + 2
+    label = "CUSTOM" if cache == "auto" else "CUSTOM, fp8_ds_mla"
+    assert f"{label} failed: `exit code 1: RuntimeError: no memory`" in text
+
+
+def test_the_page_is_written_after_each_engine(listing, monkeypatch):
+    pages, render_page = [], kernel_list.render
+    monkeypatch.setattr(kernel_list, "render", lambda page: pages.append(page) or render_page(page))
+    listing("sparse_mla_kernel")
+    assert [len(page.sections) for page in pages] == [len(LOADS), 2 * len(LOADS)]

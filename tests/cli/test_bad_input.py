@@ -45,6 +45,15 @@ WRONG: dict[str, dict[str, tuple[str, list[str]]]] = {
         "--compare": ("nowhere.json", ["nowhere.json"]),
         "--corrupt": ("everything", ["--corrupt", "'everything'", "zeros"]),
     },
+    "generate": {
+        "--hf": ("nowhere", ["--hf", "config.json", "'nowhere'"]),
+        "--prompt": ("", ["--prompt", "''"]),
+        "--max-new-tokens": ("0", ["--max-new-tokens", TOO_SMALL]),
+        "--backend": ("FASTEST", ["'FASTEST'", "TORCH_REF"]),
+        "--threads": ("0", ["--threads", TOO_SMALL]),
+        "--compare": ("flash", ["--compare", "'flash'", "'eager'"]),
+        "--report": ("/dev/null/x", ["--report", "/dev/null/x"]),
+    },
     "explain": {
         "--model": ("qwen3-9b", ["qwen3-9b", "did you mean 'qwen3-8b'"]),
         "--device": ("h300", ["unknown device 'h300'", "did you mean", "mi300x"]),
@@ -88,7 +97,7 @@ WRONG: dict[str, dict[str, tuple[str, list[str]]]] = {
     },
 }
 # Words that a command needs before any option.
-NEEDED = {"new-backend": ["OUTER_ATTN"]}
+NEEDED = {"new-backend": ["OUTER_ATTN"], "generate": ["--hf", "nowhere", "--prompt", "x"]}
 # The description of a measurement may be any text.
 ANY_TEXT = {("bench kernels", "--commit")}
 

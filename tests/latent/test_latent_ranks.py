@@ -492,7 +492,7 @@ def test_lengths_and_positions_of_a_rank_follow_from_each_other(stripe: Stripe) 
     "fault", ["rows share a length", "a context piece is another rank's", "lengths of rank 0"]
 )
 def test_faults_are_noticed(monkeypatch: pytest.MonkeyPatch, fault: str, is_faulty: bool) -> None:
-    """The same step with and without a fault of one of its parts."""
+    """A step is right without a fault, and wrong with a fault of one of its parts."""
     seeded: dict[str, Callable[[], None]] = {
         "rows share a length": lambda: _share_lengths(monkeypatch),
         "a context piece is another rank's": lambda: _swap_pieces(monkeypatch),

@@ -197,6 +197,7 @@ def test_a_draft_of_another_backend_is_made_by_sglang(monkeypatch):
     if hasattr(draft_utils, "attention_backends"):
         monkeypatch.setattr(draft_utils, "attention_backends", lambda: ("attn", "attn"))
     engine = Engine()
+    engine.runner.model_config.hf_config = None
     factory = draft_factory(engine, 4)
     factory.draft_attn_backend = "no such backend"
     with pytest.raises(ValueError, match="EAGLE is not supported"):

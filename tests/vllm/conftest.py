@@ -156,7 +156,12 @@ def cuda(monkeypatch: pytest.MonkeyPatch, make_config: Callable[..., Any]) -> An
             def get_device_name(cls, device_id: int = 0) -> str:
                 return "a device that is not there"
 
-        monkeypatch.setattr(vllm.platforms, "_current_platform", Pretended())
+        platform = Pretended()
+        monkeypatch.setattr(vllm.platforms, "_current_platform", platform)
+        # This module keeps the platform of its first import, which another test may have caused.
+        arguments = sys.modules.get("vllm.engine.arg_utils")
+        if arguments is not None:
+            monkeypatch.setattr(arguments, "current_platform", platform)
 
     pretend()
     return pretend

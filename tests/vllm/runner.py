@@ -225,3 +225,21 @@ def encoder_lens(lens: Sequence[int]) -> dict[str, Any]:
         "encoder_seq_lens": torch.tensor(lens, dtype=torch.int32),
         "encoder_seq_lens_cpu": np.array(lens, dtype=np.int32),
     }
+
+
+def torch_rotary(width: int, max_position: int) -> Any:
+    """DeepSeek's rotary embedding of ``width`` columns, in plain torch.
+
+    Which of an op's methods vLLM takes depends on the platform and the configuration that were set
+    when its modules were imported.
+    """
+    from vllm.model_executor.models import deepseek_v2
+
+    rotary = deepseek_v2.get_rope(
+        width,
+        max_position=max_position,
+        is_neox_style=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+    rotary._forward_method = rotary.forward_native
+    return rotary

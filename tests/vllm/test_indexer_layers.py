@@ -32,6 +32,7 @@ from attn.impls.sparse import indexer as impls
 from attn.integrations.vllm import compat, indexer_late, members
 from attn.integrations.vllm import indexer as ours
 from attn.ops.indexer import write_index_keys
+from tests.vllm.runner import torch_rotary
 from tests.vllm.views import cache_view
 
 PAGE, WIDTH, HEADS, TOPK = 64, 128, 4, 24
@@ -695,10 +696,7 @@ def test_vllm_s_whole_indexer_runs_over_ours(
                 *(layer.config, hf, hidden, rank, None, layer.config.cache_config, layer.buffer),
                 prefix,
             )
-            rotary = deepseek_v2.get_rope(
-                rope, max_position=LONGEST, is_neox_style=True,
-                rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-            )  # fmt: skip
+            rotary = torch_rotary(rope, LONGEST)
             ours.adopt(indexer)
     finally:
         torch.set_default_dtype(default)

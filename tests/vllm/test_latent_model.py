@@ -118,9 +118,10 @@ def test_a_model_with_latent_layers_answers_as_its_definition(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    make_model(LATENT, tmp_path)
+    folder = tmp_path / "model"
+    make_model(LATENT, folder)
     tokens = prompts_of()[-1][: sum(STEPS)]
-    (expected,) = reference_of(Run(LATENT, str(tmp_path), "TRITON_MLA"), [tokens])
+    (expected,) = reference_of(Run(LATENT, str(folder), "TRITON_MLA"), [tokens])
     cuda()
     ops = torch.library.Library("_C", "FRAGMENT")
     if not hasattr(torch.ops._C, "silu_and_mul"):
@@ -128,12 +129,12 @@ def test_a_model_with_latent_layers_answers_as_its_definition(
         ops.define("silu_and_mul(Tensor(a!) out, Tensor x) -> ()")
     plugin.register()
     monkeypatch.setattr(mla_attention, "get_mla_prefill_backend", lambda _: NoPrefill)
-    config = config_of(tmp_path)
+    config = config_of(folder)
     # The engine's test is of vLLM's ordinary layers, not of its experts.
     assert not config.model_config.is_moe
     with set_current_vllm_config(config):
         one_process()
-        model = loaded(config, tmp_path)
+        model = loaded(config, folder)
         layers = config.compilation_config.static_forward_context.values()
         impls = [type(layer.impl).__module__ for layer in layers]
         assert impls == ["attn.integrations.vllm.members"] * 3

@@ -210,6 +210,7 @@ class _Session:
             model=self.model.name,
             environment=self.environment,
             rounds=self.settings.rounds,
+            loads=self.model.loads,
             rows=tuple(entry.with_speeds() for entry in self.entries),
         )
 
@@ -296,8 +297,9 @@ class _Session:
                 self.log(f"no time for round {turn}")
                 break
             for load in self.model.loads:
-                for entry in self.alive if turn % 2 else self.alive[::-1]:
-                    self.time(entry, load, turn)
+                for repeat in range(load.repeats if turn else 1):
+                    for entry in self.alive if (turn + repeat) % 2 else self.alive[::-1]:
+                        self.time(entry, load, turn)
             yield self.found
 
     def profiles(self) -> Iterator[Comparison]:
@@ -333,8 +335,13 @@ def load_comparisons(path: Path) -> Comparisons:
 
     Raises:
         SpecError: the file holds no results; the message names field and value.
+        ValueError: the results are of other loads than this version's, whose rates would be wrong.
     """
-    return parse_spec(Comparisons, path.read_text(encoding="utf-8"), str(path))
+    found = parse_spec(Comparisons, path.read_text(encoding="utf-8"), str(path))
+    for item in found.models:
+        if item.model not in MODELS or item.loads != MODELS[item.model].loads:
+            raise ValueError(f"{path}: results of {item.model} are of other loads: measure again")
+    return found
 
 
 def merged_files(paths: Sequence[Path]) -> Comparisons:

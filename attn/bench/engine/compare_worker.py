@@ -168,8 +168,13 @@ def profiled(llm: Any, model: EngineModel, load: Load, seed: int) -> tuple[Kerne
         generated(llm, model, load, seed)
         torch.cuda.synchronize()
     cuda = import_module("torch.autograd").DeviceType.CUDA
-    events = [event for event in profile.events() if event.device_type == cuda]
-    return kernel_times((event.name, float(event.time_range.elapsed_us())) for event in events)
+    ranges = [
+        (event.name, event.time_range)
+        for event in profile.events()
+        # An annotation spans the kernels that were launched in it.
+        if event.device_type == cuda and not event.is_user_annotation
+    ]
+    return kernel_times((name, float(found.start), float(found.end)) for name, found in ranges)
 
 
 def serve(model: EngineModel, contender: Contender, folder: Path, commit: str | None) -> None:

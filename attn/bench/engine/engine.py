@@ -122,6 +122,17 @@ class Speed(Spec):
         return statistics.median(self.seconds)
 
     @property
+    def quartile_spread(self) -> float:
+        """(third quartile - first quartile) / median of the rounds; the spread of fewer than eight.
+
+        A slow round among many does not change it, nor does it change the median.
+        """
+        if len(self.seconds) < 8:
+            return self.spread
+        first, _, third = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return (third - first) / self.median
+
+    @property
     def spread(self) -> float:
         """(longest - shortest) / median of the rounds."""
         return (max(self.seconds) - min(self.seconds)) / self.median

@@ -10,7 +10,8 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
@@ -59,6 +60,8 @@ class KernelPage(Spec):
 
     environment: EngineEnvironment = EngineEnvironment()
     sections: tuple[tuple[Contender, Load, tuple[KernelTime, ...]], ...] = ()
+    failures: tuple[tuple[Contender, str], ...] = ()
+    """Engines that failed, and their last errors."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -93,36 +96,40 @@ def render(page: KernelPage) -> str:
             for item in kernels
         ]
         parts.append(markdown_table(["part", "kernel", "launches", "ms"], rows))
+    for contender, error in page.failures:
+        parts.append(f"{contender.label} failed: `{error[:400].replace('`', chr(39))}`")
     return "\n\n".join(parts) + "\n"
 
 
-def listed(settings: CompareSettings, log: Log) -> KernelPage:
+def listed(settings: CompareSettings, log: Log) -> Iterator[KernelPage]:
     """Start our engines, one for each cache, and record the kernels of each load.
 
-    Raises:
-        EngineError: an engine failed.
+    All engines start at once. Gives the page so far after each engine; one that fails keeps what
+    was recorded of it and of the others.
     """
     page = KernelPage()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as opened:
+        engines = []
         for contender in (CUSTOM, CUSTOM_ROWS):
             engine = Engine(MODEL, contender, Path(folder) / contender.cache, settings)
+            opened.callback(engine.close)
+            engines.append(engine)
+        for engine in engines:
+            contender = engine.contender
             try:
                 started = engine.answer()
+                page = page.replace(environment=started.environment or page.environment)
                 log(f"{contender.label}: started in {started.start_up_s:.1f} s")
                 for load in LOADS:
                     engine.ask(Request(load=load))
                     kernels = engine.ask(Request(load=load, seed=1, profiles=True)).kernels
                     log(f"{contender.label}, {load.name}: {len(kernels)} kernels")
-                    page = page.replace(
-                        environment=started.environment or page.environment,
-                        sections=(*page.sections, (contender, load, kernels)),
-                    )
-            except EngineError:
-                log(engine.output()[-6000:])
-                raise
-            finally:
-                engine.close()
-    return page
+                    page = page.replace(sections=(*page.sections, (contender, load, kernels)))
+            except EngineError as error:
+                log(f"{contender.label}: {error}\n{engine.output()[-6000:]}")
+                page = page.replace(failures=(*page.failures, (contender, str(error))))
+            engine.close()
+            yield page
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -140,25 +147,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def log(line: str) -> None:
         print(line, flush=True)
 
+    page = KernelPage()
     try:
         check_writable("--out", options.out)
         require_engine()
         if options.logs is not None:
             options.logs.mkdir(parents=True, exist_ok=True)
-        page = listed(CompareSettings(commit=options.commit, logs=options.logs), log)
-    except EngineError as error:
-        log(str(error))
-        return 1
+        for page in listed(CompareSettings(commit=options.commit, logs=options.logs), log):
+            if options.out is not None:
+                options.out.write_text(render(page), encoding="utf-8")
     except USER_ERRORS as error:
         return usage_error(error)
-    text = render(page)
     if options.out is None:
-        log(text)
-    else:
-        options.out.write_text(text, encoding="utf-8")
+        log(render(page))
     found = forbidden_in(page.names)
     log(f"forbidden: {', '.join(found) or 'none'}")
-    return int(bool(found))
+    return int(bool(found or page.failures))
 
 
 if __name__ == "__main__":

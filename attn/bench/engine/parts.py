@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from enum import StrEnum, unique
 from typing import Final
 
@@ -24,8 +24,8 @@ class PartName(StrEnum):
 
 _INDEXER: Final = re.compile(
     r"mqa_logits|paged_logits_kernel|ragged_logits_kernel|select_topk_kernel|write_keys_kernel"
-    r"|gather_keys_kernel|indexer|top_?k_?per_?row|persistent_topk|cooperative_topk"
-    r"|context_slots_kernel",
+    r"|gather_keys_kernel|indexer|top_?k_?per_?row|persistent_topk|cooperative_topk|filtered_?topk"
+    r"|context_slots_kernel|build_prefill_chunk_metadata",
     re.IGNORECASE,
 )
 """Kernels of the indexer: scores, lists, and the cache of its keys."""
@@ -40,11 +40,12 @@ _ATTENTION: Final = re.compile(
     r"|flash|fmha|splitkv|mla_metadata|sparse_attn|kernel_unified_attention|reduce_segments"
     r"|_kernel_stage|_fwd_kernel|_fwd_grouped|reshape_and_cache|concat_and_cache|merge_attn_states"
     r"|gather_and_maybe_dequant|cp_gather|convert_req_index|prepare_varlen_num_blocks"
-    r"|mask_empty_context|decode_att|sm90::(fwd|decode)",
+    r"|mask_empty_context|decode_att|sm90::(fwd|decode)|concat_?mla_?q",
     re.IGNORECASE,
 )
 """Kernels of attention: its cache's, its lists' and its plan's are among them. Products with a
-layer's weights are not, since all backends do the same ones by the same libraries."""
+layer's weights are not, since all backends do the same ones by the same libraries. Nor are copies
+and fills by kernels of torch: their names do not tell whom they serve."""
 
 
 def part_of(kernel: str) -> PartName:
@@ -60,14 +61,31 @@ class KernelTime(Spec):
     name: str
     count: int = Field(ge=1)
     us: float = Field(ge=0)
-    """Microseconds of all launches together."""
+    """Microseconds of all launches together, see :func:`own_times`."""
 
 
-def kernel_times(events: Iterable[tuple[str, float]]) -> tuple[KernelTime, ...]:
-    """Add up ``(name, microseconds)`` of launches, the longest first."""
+Launch = tuple[str, float, float]
+"""Name of a kernel, copy or fill, and the microseconds at which it starts and ends."""
+
+
+def own_times(launches: Iterable[Launch]) -> Iterator[tuple[str, float]]:
+    """Name and own microseconds of each launch on a GPU: those in which no earlier one still ran.
+
+    A kernel that is launched ahead, by programmatic dependent launch, starts while the one before
+    it runs, and waits for it: its duration contains the other's. The own times of all launches add
+    up to the time in which the GPU was busy.
+    """
+    busy_until = float("-inf")
+    for name, start, end in sorted(launches, key=lambda launch: launch[1:]):
+        yield name, max(end - max(start, busy_until), 0.0)
+        busy_until = max(busy_until, end)
+
+
+def kernel_times(launches: Iterable[Launch]) -> tuple[KernelTime, ...]:
+    """Add up the own times of launches by name, the longest first."""
     counts: dict[str, int] = defaultdict(int)
     times: dict[str, float] = defaultdict(float)
-    for name, us in events:
+    for name, us in own_times(launches):
         counts[name] += 1
         times[name] += us
     found = [KernelTime(name=name, count=counts[name], us=times[name]) for name in times]

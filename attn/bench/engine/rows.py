@@ -81,6 +81,8 @@ class Comparison(Spec):
     model: str
     environment: EngineEnvironment = EngineEnvironment()
     rounds: PositiveInt
+    loads: tuple[Load, ...] = ()
+    """What was asked for, which a later version may change."""
     rows: tuple[Row, ...] = ()
 
     def row(self, contender: Contender) -> Row | None:
@@ -170,12 +172,12 @@ def ratio_of(comparison: Comparison, goal: Goal, rival: Contender) -> float | No
 
 
 def noise_of(comparison: Comparison, goal: Goal, rival: Contender) -> float:
-    """The larger spread of the two engines' rounds; zero for what has no rounds."""
+    """The larger quartile spread of the two engines' rounds; zero for what has no rounds."""
     if goal.measure is not Measure.RATE:
         return 0.0
     rows = comparison.row(goal.ours), comparison.row(rival)
     speeds = [None if row is None else row.speed(goal.load) for row in rows]
-    return max((speed.spread for speed in speeds if speed is not None), default=0.0)
+    return max((speed.quartile_spread for speed in speeds if speed is not None), default=0.0)
 
 
 def judge(comparison: Comparison | None, goal: Goal) -> tuple[float | None, Judgement]:
@@ -217,12 +219,15 @@ _HOW = (
     "alive at the same time on one GPU; each round asks one after the other for the same load, and "
     "every other round in reverse, so that a drift of the machine reaches all. The first round is "
     "not counted. Tokens/s is by the wall clock over one `LLM.generate` of all prompts, median of "
-    "the rounds; `spread` is (longest - shortest) / median. Prompts of `decode` are in the prefix "
-    "cache, so that its rate is of generated tokens alone; the other prompts are new in every "
-    "round. `attention` and `indexer` are milliseconds of GPU kernels in one more round under "
-    "`torch.profiler`, told by their names: attention counts its cache, plan and list kernels, and "
-    "no product with weights. A ratio that differs from its bound by less than the larger spread "
-    "is `level`. `CUSTOM` is ours."
+    "the rounds, each of which asks for `decode` twice; `spread` is (third quartile - first "
+    "quartile) / median, of fewer than eight times (longest - shortest) / median. Prompts of "
+    "`decode` are in the prefix cache, so that its rate is of generated tokens alone; the other "
+    "prompts are new in every round. `attention` and `indexer` are milliseconds of GPU kernels in "
+    "one more round under `torch.profiler`, told by their names: attention counts its cache, plan "
+    "and list kernels, no product with weights, and none of torch's own copies and fills, whose "
+    "names do not tell whom they serve. A kernel that starts while an earlier one runs, and waits "
+    "for it, is charged only the time in which no earlier kernel still ran. A ratio that differs "
+    "from its bound by less than the larger spread is `level`. `CUSTOM` is ours."
 )
 
 
@@ -233,31 +238,33 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def render(comparisons: Comparisons) -> str:
-    """The markdown page of some results, from these alone."""
+    """The markdown page of some results, from these alone; it lists models that have rows."""
+    found = {item.model: item for item in comparisons.models if item.rows}
+    models = [model for model in MODELS.values() if model.name in found]
     judged = [
-        (model, goal, *judge(comparisons.of(model.name), goal))
-        for model in MODELS.values()
-        for goal in model.goals
+        (model, goal, *judge(found[model.name], goal)) for model in models for goal in model.goals
     ]
     counts = Counter(verdict for *_, verdict in judged)
-    devices = dict.fromkeys(item.environment.device for item in comparisons.models)
-    versions = dict.fromkeys(item.environment.vllm for item in comparisons.models)
+    devices = dict.fromkeys(item.environment.device for item in found.values())
+    versions = dict.fromkeys(item.environment.vllm for item in found.values())
     title = f"# DeepSeek in vLLM {', '.join(versions)} on {', '.join(devices)}"
     parts = [
-        title if comparisons.models else "# DeepSeek in vLLM: no results",
+        title if models else "# DeepSeek in vLLM: no results",
         _HOW,
         "Goals: " + ", ".join(f"{counts[word]} {word.value}" for word in Judgement) + ".",
     ]
-    for model in MODELS.values():
-        comparison = comparisons.of(model.name)
+    for model in models:
         parts.append(f"## {model.title}")
-        parts += ["Not measured."] if comparison is None else _model_section(model, comparison)
+        parts += _model_section(model, found[model.name])
         rows = [
             [goal.text, "" if ratio is None else f"{ratio:.3f} x", verdict.value]
             for its, goal, ratio, verdict in judged
             if its is model
         ]
         parts.append(markdown_table(["goal", "measured", "verdict"], rows))
+    others = [model.title for model in MODELS.values() if model not in models]
+    if others:
+        parts.append(f"Not measured: {'; '.join(others)}.")
     return "\n\n".join(parts) + "\n"
 
 
@@ -295,7 +302,7 @@ def _cells(model: EngineModel, comparison: Comparison, load: Load, row: Row) -> 
         f"{load.name}: {load.what}",
         row.contender.label,
         ("failed" if row.error else "not measured") if rate is None else f"{rate:.0f}",
-        "" if speed is None else f"{100 * speed.spread:.1f} %",
+        "" if speed is None else f"{100 * speed.quartile_spread:.1f} %",
         "" if rate is None or ours is None else f"{rate / ours:.3f}",
         "" if profile is None else _number(profile.ms(PartName.ATTENTION), 1),
         _number(profile.ms(PartName.INDEXER), 1) if profile is not None and indexes else "",

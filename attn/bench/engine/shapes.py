@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from enum import StrEnum, unique
-from typing import Any, Final
+from typing import Any, Final, Self
 
-from pydantic import Field, StrictBool
+from pydantic import Field, StrictBool, model_validator
 
 from attn.bench.engine.engine import MODEL, OURS
 from specs.base import PositiveInt, Spec
@@ -39,6 +39,16 @@ class Load(Spec):
     """True where the prompts are the same in every round, so that all but the last token of each is
     read from the prefix cache and the rate counts generated tokens. False where the prompts are new
     and the rate counts their tokens."""
+
+    repeats: PositiveInt = 1
+    """Times that a round asks for the load, which must be cached: other prompts would be read from
+    the cache the second time. Seconds of decodes depend on the host, and vary."""
+
+    @model_validator(mode="after")
+    def _repeats_are_cached(self) -> Self:
+        if self.repeats > 1 and not self.is_cached:
+            raise ValueError(f"repeats of new prompts must be 1, got {self.repeats}")
+        return self
 
     @property
     def tokens(self) -> int:
@@ -102,11 +112,11 @@ class EngineModel(Spec):
 
 PREFILL: Final = Load(name="prefill", num_prompts=16, prompt_len=4096, output_len=1)
 DECODE: Final = Load(
-    name="decode", num_prompts=128, prompt_len=1025, output_len=128, is_cached=True
+    name="decode", num_prompts=128, prompt_len=1025, output_len=256, is_cached=True, repeats=2
 )
 LONG: Final = Load(name="long", num_prompts=4, prompt_len=12288, output_len=1)
 LONG_DECODE: Final = Load(
-    name="decode", num_prompts=64, prompt_len=8193, output_len=128, is_cached=True
+    name="decode", num_prompts=64, prompt_len=8193, output_len=256, is_cached=True, repeats=2
 )
 """Decodes of a sparse model: a list of 2,048 keys leaves three quarters of the context out."""
 

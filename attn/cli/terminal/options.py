@@ -10,6 +10,7 @@ import typer
 
 from attn.bench.options import HELP
 from attn.cli.faults import Fault
+from attn.cli.generate import Other
 from specs.attention import MlaKernel
 from specs.devices import KNOWN_DEVICES
 from specs.dtypes import CacheDType
@@ -231,6 +232,37 @@ Corrupt = Annotated[
         Group.CHECKS,
         metavar="FAULT",
         help=f"Break the backend on purpose: the checks must see it. One of {', '.join(Fault)}.",
+    ),
+]
+ModelFolder = Annotated[
+    Path,
+    option(
+        Group.WORK,
+        "--hf",
+        metavar="FOLDER",
+        help="A local model of Transformers: config.json, weights and tokenizer.",
+    ),
+]
+Prompt = Annotated[str, option(Group.WORK, "--prompt", metavar="TEXT", help="Text to continue.")]
+MaxNewTokens = Annotated[
+    int, option(Group.WORK, min=1, metavar="N", help="Tokens to generate, at most.")
+]
+CompareAttention = Annotated[
+    Other | None,
+    option(
+        Group.CHECKS,
+        "--compare",
+        metavar="NAME",
+        help="Generate by this attention of Transformers too (eager, sdpa), and compare logits.",
+    ),
+]
+GenerateReport = Annotated[
+    Path | None,
+    option(
+        Group.OUTPUT,
+        "--report",
+        metavar="FOLDER",
+        help="Write generate.json and generate.svg into this folder.",
     ),
 ]
 ReportFolder = Annotated[

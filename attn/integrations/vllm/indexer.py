@@ -21,6 +21,7 @@ import functools
 import inspect
 import math
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -163,7 +164,10 @@ def serve_op(dispatch_key: str) -> None:
     if dispatch_key not in _libraries:
         library: Any = torch.library
         _libraries[dispatch_key] = library.Library("vllm", "IMPL")
-        _libraries[dispatch_key].impl(_OP, indexer_step(), dispatch_key, allow_override=True)
+        with warnings.catch_warnings():
+            # torch warns of every kernel that is replaced; this one is meant to be.
+            warnings.simplefilter("ignore", UserWarning)
+            _libraries[dispatch_key].impl(_OP, indexer_step(), dispatch_key, allow_override=True)
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -243,7 +243,7 @@ class Lists:
 
     @classmethod
     def merged(cls, parts: Sequence[Lists]) -> Lists:
-        """The same of several sequences or layers together."""
+        """The judgement of several sequences or layers together."""
         rows = sum(part.rows for part in parts)
 
         def mean(name: str) -> float:
@@ -260,6 +260,38 @@ class Lists:
         )
 
 
+class Listed(NamedTuple):
+    """The lists of a layer with an indexer, each ``[T, index_topk]`` int32, and what is wrong."""
+
+    attended: Tensor
+    """Keys that the layer attends: the given ones, or else its own."""
+    own: Tensor
+    """The best keys by the scores of this run."""
+    rounded: Tensor
+    """The best keys by the scores of this run's queries and keys in fp8."""
+    faults: Lists
+    """What is wrong with the given lists."""
+
+
+class Answer(NamedTuple):
+    """What the oracle answers for a sequence of T tokens."""
+
+    logits: Tensor
+    """Logits ``[T, VOCAB]`` of the next tokens."""
+    faults: Lists
+    """What is wrong with the given lists."""
+    lists: dict[int, Listed]
+    """The lists of each layer with an indexer."""
+
+    def faults_of(self, other: Answer) -> Lists:
+        """What is wrong with the lists by ``other``'s fp8 scores, beside this run's own lists."""
+        parts = []
+        for layer, mine in self.lists.items():
+            rows = torch.arange(len(mine.own), device=mine.own.device)
+            parts.append(judged(other.lists[layer].rounded, mine.own, mine.rounded, rows))
+        return Lists.merged(parts)
+
+
 class Oracle:
     """A saved model in plain torch.
 
@@ -268,6 +300,7 @@ class Oracle:
         dtype: type of weights and activations; sums of attention are float32 at least.
         cache: rows that keys are rounded to, see :func:`stored_latent`.
         device: device that computes.
+        scores_in_fp8: without given lists, choose keys by queries and keys in fp8, as engines do.
     """
 
     CHUNK = 256
@@ -279,6 +312,7 @@ class Oracle:
         dtype: torch.dtype = torch.float32,
         cache: str = "auto",
         device: torch.device | str = "cpu",
+        scores_in_fp8: bool = False,
     ) -> None:
         from safetensors.torch import load_file
 
@@ -288,20 +322,19 @@ class Oracle:
             for name, weight in load_file(str(folder / "model.safetensors")).items()
         }
         self.cache, self.device, self.dtype = cache, device, dtype
+        self.scores_in_fp8 = scores_in_fp8
         self.theta = self.config["rope_parameters"]["rope_theta"]
 
     @torch.no_grad()
-    def answer(
-        self, tokens: Sequence[int], lists: Mapping[int, Tensor] | None = None
-    ) -> tuple[Tensor, Lists]:
-        """Logits ``[T, VOCAB]`` of the next tokens, and what is wrong with the given lists.
+    def answer(self, tokens: Sequence[int], lists: Mapping[int, Tensor] | None = None) -> Answer:
+        """Logits of the next tokens, and the lists of keys.
 
         Args:
             tokens: T token ids.
             lists: for each layer with an indexer, keys ``[T, index_topk]`` int32 of each token,
                 padded with -1. Without them a sparse layer attends its own best keys.
         """
-        found: list[Lists] = []
+        found: dict[int, Listed] = {}
         ids = torch.tensor(tokens, device=self.device)
         positions = torch.arange(len(ids), device=self.device)
         hidden = self.weights["model.embed_tokens.weight"][ids]
@@ -314,15 +347,15 @@ class Oracle:
             )
             if lists_own_keys(self.config, layer):
                 given = None if lists is None else lists[layer].to(self.device)
-                listed, part = self._listed(x, query_latent, positions, layer, given)
-                found.append(part)
+                found[layer] = self._listed(x, query_latent, positions, layer, given)
+                listed = found[layer].attended
             hidden = hidden + self._attend(x, query_latent, positions, layer, listed)
             x = self._norm(hidden, f"{prefix}.post_attention_layernorm")
             gate = silu(self._linear(x, f"{prefix}.mlp.gate_proj"))
             up = self._linear(x, f"{prefix}.mlp.up_proj")
             hidden = hidden + self._linear(gate * up, f"{prefix}.mlp.down_proj")
         logits = self._linear(self._norm(hidden, "model.norm"), "lm_head")
-        return logits, Lists.merged(found)
+        return Answer(logits, Lists.merged([part.faults for part in found.values()]), found)
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
         return linear(x, self.weights[f"{name}.weight"])
@@ -362,8 +395,8 @@ class Oracle:
 
     def _listed(
         self, x: Tensor, query_latent: Tensor, positions: Tensor, layer: int, given: Tensor | None
-    ) -> tuple[Tensor, Lists]:
-        """The keys of each token ``[T, index_topk]``, the given ones where there are any."""
+    ) -> Listed:
+        """The keys of each token; the given ones are attended where there are any."""
         config, prefix = self.config, f"model.layers.{layer}.self_attn.indexer"
         heads, rope = config["index_n_heads"], config["qk_rope_head_dim"]
         interleaved = bool(config.get("indexer_rope_interleave", False))
@@ -379,15 +412,16 @@ class Oracle:
         shares = self._linear(x, f"{prefix}.weights_proj").float()
         exact = query.float(), key.float()
         rounded = tuple(_in_fp8(part, _power_of_two_scale(part)) for part in exact)
-        best, parts = [], []
+        parts: list[tuple[Tensor, Tensor]] = []
+        faults = []
         for rows in positions.split(self.CHUNK):
-            own = self._best(*exact, shares, rows)
-            best.append(own)
+            parts.append((self._best(*exact, shares, rows), self._best(*rounded, shares, rows)))
             if given is not None:
-                other = self._best(*rounded, shares, rows)
-                parts.append(judged(given[rows], own, other, rows))
-        mine = torch.cat(best)
-        return (mine if given is None else given), Lists.merged(parts)
+                faults.append(judged(given[rows], *parts[-1], rows))
+        own, in_fp8 = (torch.cat(lists) for lists in zip(*parts, strict=True))
+        if given is None:
+            given = in_fp8 if self.scores_in_fp8 else own
+        return Listed(given, own, in_fp8, Lists.merged(faults))
 
     def _best(self, query: Tensor, key: Tensor, shares: Tensor, rows: Tensor) -> Tensor:
         """The ``index_topk`` visible keys of the highest scores, int32 padded with -1."""

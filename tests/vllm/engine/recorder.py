@@ -7,6 +7,8 @@ module is imported, since a process finds no entry point where the project is no
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,12 +20,29 @@ from attn.integrations.vllm.plugin import register
 register()
 
 
+@dataclass
+class Attempt:
+    """A time that a request is computed from its beginning: the first, or after a preemption.
+
+    Lists are chosen anew, and those of nearly tied scores differ. A token is judged with the lists
+    of the attempt that took it.
+    """
+
+    begin: int
+    """Position whose answer is the first that this attempt samples: all tokens up to it were known
+    when the attempt began."""
+    lists: dict[int, Tensor] = field(default_factory=dict)
+    """By layer, ``[max_len, index_topk]`` int32; -2 marks a token that no step computed."""
+    is_begun: bool = False
+
+
 class Recorder:
-    """Lists of keys by prompt and layer.
+    """Lists of keys by prompt, attempt and layer.
 
     A hook behind each indexer copies its lists and positions to buffers of fixed address, also
     inside a CUDA graph. After each step the rows of real tokens are sorted by prompt and position;
-    a position that is computed again, as after a rejected draft, replaces what was kept of it.
+    a position that an attempt computes again, as after a rejected draft, replaces what was kept of
+    it. A prompt that is asked for again replaces all attempts of the earlier request.
 
     Args:
         runner: vLLM's model runner, whose weights are loaded.
@@ -35,7 +54,7 @@ class Recorder:
         self.lists: dict[int, Tensor] = {}
         self.positions: Tensor | None = None
         self.prompts: dict[str, tuple[int, ...]] = {}
-        self.kept: dict[tuple[int, ...], dict[int, Tensor]] = {}
+        self.kept: dict[tuple[int, ...], list[Attempt]] = {}
         for name, module in runner.get_model().named_modules():
             if type(module).__name__ == "Indexer":
                 layer = int(re.findall(r"layers\.(\d+)\.", name)[0])
@@ -66,8 +85,8 @@ class Recorder:
         indexer.register_forward_hook(copy)
 
     def _keep(self, scheduler_output: Any) -> None:
-        for request in scheduler_output.scheduled_new_reqs:
-            self.prompts.setdefault(request.req_id, tuple(request.prompt_token_ids))
+        for name, prompt, known in _begun(scheduler_output, self.prompts):
+            self._begin(name, prompt, Attempt(known - 1))
         counts = scheduler_output.num_scheduled_tokens
         # Steps that only warm up have requests of which the runner was never told.
         if not counts or not self.prompts.keys() >= counts.keys():
@@ -80,13 +99,49 @@ class Recorder:
             begin = rows.stop
             assert self.positions is not None
             at = self.positions[rows]
-            kept = self.kept.setdefault(self.prompts[name], {})
+            attempt = self.kept[self.prompts[name]][-1]
+            if not attempt.is_begun:
+                # What is read from the prefix cache has the lists of the attempt that computed it.
+                attempt.is_begun, first = True, int(at[0])
+                for kept in attempt.lists.values():
+                    kept[first:] = -2
             for layer, lists in self.lists.items():
-                if layer not in kept:
-                    shape = (self.max_len, lists.shape[1])
-                    # No indexer writes -2: it marks a token that no step computed.
-                    kept[layer] = torch.full(shape, -2, dtype=torch.int32, device=lists.device)
-                kept[layer][at] = lists[rows]
+                attempt.lists[layer][at] = lists[rows]
+
+    def _begin(self, name: str, prompt: tuple[int, ...], attempt: Attempt) -> None:
+        """Keep an attempt that begins."""
+        attempts = self.kept.setdefault(prompt, [])
+        for layer, lists in self.lists.items():
+            if attempts:
+                attempt.lists[layer] = attempts[-1].lists[layer].clone()
+            else:
+                # No indexer writes -2.
+                shape = (self.max_len, lists.shape[1])
+                attempt.lists[layer] = torch.full(shape, -2, dtype=torch.int32, device=lists.device)
+        if name not in self.prompts:
+            attempts.clear()
+        elif attempts[-1].begin == attempt.begin:
+            # It was preempted before it took a token.
+            attempts.pop()
+        attempts.append(attempt)
+        self.prompts[name] = prompt
+
+
+def _begun(
+    scheduler_output: Any, prompts: dict[str, tuple[int, ...]]
+) -> Iterator[tuple[str, tuple[int, ...], int]]:
+    """Name, prompt and number of known tokens of each request that begins, or begins again.
+
+    vLLM's second model runner is told of a preempted request as of a new one; the first is told of
+    it among those that go on.
+    """
+    for request in scheduler_output.scheduled_new_reqs:
+        prompt = tuple(request.prompt_token_ids)
+        yield request.req_id, prompt, len(request.prefill_token_ids or prompt)
+    others = scheduler_output.scheduled_cached_reqs
+    for name, generated in zip(others.req_ids, others.num_output_tokens, strict=True):
+        if name in others.resumed_req_ids:
+            yield name, prompts[name], len(prompts[name]) + generated
 
 
 class RecordingWorker(Worker):
@@ -97,12 +152,15 @@ class RecordingWorker(Worker):
         self.recorder = Recorder(self.model_runner, self.model_config.max_model_len)
 
     def write_lists(self, path: str) -> None:
-        """Write ``{prompt: {layer: [max_len, index_topk] int32}}``; only the first rank writes."""
+        """Write ``{prompt: [(begin, {layer: [max_len, index_topk] int32}), ...]}``, a pair for each
+        attempt; only the first rank writes."""
         if self.rank == 0:
-            kept = self.recorder.kept
             on_host = {
-                prompt: {layer: lists.cpu() for layer, lists in layers.items()}
-                for prompt, layers in kept.items()
+                prompt: [
+                    (attempt.begin, {layer: lists.cpu() for layer, lists in attempt.lists.items()})
+                    for attempt in attempts
+                ]
+                for prompt, attempts in self.recorder.kept.items()
             }
             torch.save(on_host, path)
 

@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from threading import Lock
 
+from tests.vllm.engine.latent import Lists
 from tests.vllm.engine.worker import Error, Result, Run, result_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -127,6 +128,19 @@ def beyond_budget(ours: Error, theirs: Error) -> list[str]:
         f"{name} error {getattr(ours, name):.4f} of {ours.positions} positions, allowed {limit:.4f}"
         for name, limit in limits.items()
         if not getattr(ours, name) <= limit
+    ]
+
+
+def lists_beyond_budget(ours: Lists, theirs: Lists) -> list[str]:
+    """A message where our lists miss more of float32's keys than another run's lists allow."""
+    limits = {
+        "mean": MAX_RATIO * theirs.missed_mean + theirs.rounding_mean,
+        "max": MAX_RATIO * theirs.missed_max + theirs.rounding_max,
+    }
+    return [
+        f"{name} share {getattr(ours, f'missed_{name}'):.4f} missed, allowed {limit:.4f}"
+        for name, limit in limits.items()
+        if not getattr(ours, f"missed_{name}") <= limit
     ]
 
 

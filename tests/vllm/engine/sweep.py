@@ -74,6 +74,9 @@ def line_of(name: str, result: Result, seconds: float) -> str:
             f"rounding {lists.rounding_mean:.4f}/{lists.rounding_max:.4f}, "
             f"{lists.malformed} malformed, {lists.sequential} sequential"
         )
+    if result.plain_lists is not None:
+        known = result.plain_lists
+        parts.append(f"plain lists missed {known.missed_mean:.4f}/{known.missed_max:.4f}")
     parts.append(f"{result.graphs}, drafts {result.drafts}, preempted {result.preemptions}")
     return "; ".join(parts)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ import torch
 pytest.importorskip("vllm")
 
 from tests.vllm.engine.cases import CASES, LIMITS, PROMPT_LENS, TIGHT_LENS, our_run, their_runs
-from tests.vllm.engine.latent import CONFIGS
-from tests.vllm.engine.models import make_model
-from tests.vllm.engine.runs import Engines
+from tests.vllm.engine.latent import CONFIGS, Lists, Oracle
+from tests.vllm.engine.models import make_model, prompts_of
+from tests.vllm.engine.runs import Engines, lists_beyond_budget
 from tests.vllm.engine.sweep import jobs_of
 from tests.vllm.engine.worker import OUTPUT_LEN, Run, lists_of, options_of, run_of
 
@@ -97,16 +98,43 @@ def test_a_sweep_has_each_run_once(engines: Engines) -> None:
 
 
 def test_a_missing_list_is_told(tmp_path: Path) -> None:
-    rows = torch.zeros(8, 4, dtype=torch.int32)
-    torch.save({(1, 2, 3): {0: rows}}, tmp_path / "lists.pt")
-    found = lists_of(tmp_path / "lists.pt", [[1, 2, 3, 9, 9]], [[1, 2, 3]])
-    assert found[0][0].shape == (5, 4)
-    rows[3] = -2
-    torch.save({(1, 2, 3): {0: rows}}, tmp_path / "lists.pt")
+    rows, path = torch.zeros(8, 4, dtype=torch.int32), tmp_path / "lists.pt"
+    sequences, prompts = [[1, 2, 3, 9, 9]], [[1, 2, 3]]
+    torch.save({(1, 2, 3): [(2, {0: rows})]}, path)
+    ((positions, lists),) = lists_of(path, sequences, prompts)[0]
+    # The last token was never an input.
+    assert (positions, lists[0].shape) == (range(4), (4, 4))
+    missing = rows.clone()
+    missing[3] = -2
+    torch.save({(1, 2, 3): [(2, {0: missing})]}, path)
     with pytest.raises(ValueError, match="list keys of token 3"):
-        lists_of(tmp_path / "lists.pt", [[1, 2, 3, 9, 9]], [[1, 2, 3]])
-    torch.save({}, tmp_path / "lists.pt")
-    assert lists_of(tmp_path / "lists.pt", [[1, 2]], [[1]]) == [None]
+        lists_of(path, sequences, prompts)
+    # Before a preemption, position 3 was never reached.
+    torch.save({(1, 2, 3): [(2, {0: missing}), (3, {0: rows})]}, path)
+    first, then = lists_of(path, sequences, prompts)[0]
+    assert (first[0], then[0]) == (range(3), range(3, 4))
+    assert (first[1][0].shape, then[1][0].shape) == ((3, 4), (4, 4))
+    torch.save({}, path)
+    assert lists_of(path, [[1, 2]], [[1]]) == [[(range(1), None)]]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_short_prompts_are_answered_by_varied_tokens(name: str, engines: Engines) -> None:
+    """Otherwise any attention would answer them alike."""
+    oracle = Oracle(engines.folder / name)
+    prompts = [prompt for prompt in prompts_of(lens=PROMPT_LENS[name]) if len(prompt) < 64]
+    for prompt in prompts:
+        tokens = list(prompt)
+        for _ in range(OUTPUT_LEN):
+            tokens.append(int(oracle.answer(tokens).logits[-1].argmax()))
+        assert len(set(tokens[len(prompt) :])) >= 6
+
+
+def test_lists_that_miss_more_than_another_runs_are_told() -> None:
+    known = Lists(9, 0.02, 0.04, 0.01, 0.02, 0, 0)
+    assert lists_beyond_budget(replace(known, missed_mean=0.039), known) == []
+    assert len(lists_beyond_budget(replace(known, missed_mean=0.041), known)) == 1
+    assert len(lists_beyond_budget(replace(known, missed_max=0.09), known)) == 1
 
 
 def test_a_run_has_a_reference(engines: Engines) -> None:

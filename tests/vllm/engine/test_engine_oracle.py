@@ -63,20 +63,11 @@ def test_the_oracle_answers_as_transformers_does(name: str, small: Any) -> None:
 @pytest.mark.parametrize("name", [latent.SPARSE, latent.SHARED])
 def test_own_lists_given_back_change_nothing_and_are_faultless(name: str, small: Any) -> None:
     folder, tokens = small(name), tokens_of(50)
-    oracle = Oracle(folder)
-    seen: dict[int, torch.Tensor] = {}
-    listed = oracle._listed
-
-    def kept(*args: Any) -> Any:
-        found = listed(*args)
-        seen[args[3]] = found[0]
-        return found
-
-    oracle._listed = kept  # type: ignore[method-assign]
-    expected = oracle.answer(tokens)[0]
+    expected, _, found = Oracle(folder).answer(tokens)
     layers = range(CONFIGS[name]["num_hidden_layers"])
-    assert list(seen) == [i for i in layers if latent.lists_own_keys(CONFIGS[name], i)]
-    actual, lists = Oracle(folder).answer(tokens, seen)
+    assert list(found) == [i for i in layers if latent.lists_own_keys(CONFIGS[name], i)]
+    seen = {layer: part.own for layer, part in found.items()}
+    actual, lists, _ = Oracle(folder).answer(tokens, seen)
     torch.testing.assert_close(actual, expected)
     assert (lists.missed_max, lists.malformed) == (0.0, 0)
     assert lists.rows == len(seen) * (50 - SMALL_TOPK)
@@ -90,7 +81,7 @@ def test_other_lists_change_the_answer(name: str, small: Any) -> None:
     last = torch.arange(50)[:, None] - torch.arange(SMALL_TOPK)
     last = torch.where(last < 0, -1, last).int()
     layers = [i for i in range(5) if latent.lists_own_keys(CONFIGS[name], i)]
-    actual, lists = oracle.answer(tokens, dict.fromkeys(layers, last))
+    actual, lists, _ = oracle.answer(tokens, dict.fromkeys(layers, last))
     assert lists.malformed == 0
     assert lists.sequential == lists.rows
     assert lists.missed_mean > 0.3

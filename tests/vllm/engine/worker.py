@@ -120,6 +120,8 @@ class Result:
     plain_prompt: Error | None = None
     """Errors of the oracle's own run in bf16, which rounds keys as the cache does."""
     plain_generated: Error | None = None
+    plain_lists: Lists | None = None
+    """What is wrong with the lists of that run, by its own scores of queries and keys in fp8."""
     parallel: tuple[int, int] = (1, 1)
     """Ranks of tensor parallelism, and of decode context parallelism."""
 
@@ -344,6 +346,25 @@ def logprob_error(actual: Tensor, logits: Tensor) -> Error:
     return _error(actual, expected, logits.bfloat16().double().log_softmax(-1), sizes)
 
 
+def taken_error(actual: Tensor, logits: Tensor, tokens: Tensor) -> Error:
+    """Error of the log-probabilities of given tokens, both ``[N]``, against float32's logits.
+
+    Args:
+        actual: float64 log-probabilities.
+        logits: float32's, ``[N, VOCAB]`` in float64.
+        tokens: int64 token ids.
+    """
+
+    def of_tokens(table: Tensor) -> Tensor:
+        return table.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+
+    def sizes(logprobs: Tensor) -> Tensor:
+        return (logprobs - expected).abs()
+
+    expected = of_tokens(logits)
+    return _error(actual, expected, of_tokens(logits.bfloat16().double()), sizes)
+
+
 def state_error(actual: Tensor, expected: Tensor) -> Error:
     """Error of states ``[N, hidden]`` float64; only directions count, as poolers normalise."""
     actual, expected = normalize(actual, dim=-1), normalize(expected, dim=-1)
@@ -368,52 +389,79 @@ def _error(
     )
 
 
-def lists_of(path: Path, sequences: Sequence[list[int]], prompts: Sequence[list[int]]) -> list[Any]:
-    """The recorded lists of each sequence, ``{layer: [T, index_topk]}``; None without indexers.
+Attempt = tuple[range, dict[int, Tensor] | None]
+"""Positions whose answers an attempt gave, and the lists ``[end of the positions, index_topk]`` of
+each layer with an indexer; None without indexers."""
 
-    The last token of a sequence was never an input, so that it has no list: it gets an empty one,
-    and nothing depends on it.
+
+def lists_of(
+    path: Path, sequences: Sequence[list[int]], prompts: Sequence[list[int]]
+) -> list[list[Attempt]]:
+    """The attempts of each sequence, which has several where it was preempted.
+
+    The last token of a sequence was never an input, so that it has neither answer nor list.
 
     Raises:
         ValueError: a token's list is missing.
     """
     kept = torch.load(path, weights_only=True)
     if not kept:
-        return [None] * len(sequences)
+        return [[(range(len(sequence) - 1), None)] for sequence in sequences]
     found = []
     for sequence, prompt in zip(sequences, prompts, strict=True):
-        layers = {}
-        for layer, rows in kept[tuple(prompt)].items():
-            lists = rows[: len(sequence)].clone()
-            lists[-1] = -1
-            if (lists == -2).any():
-                first = int((lists == -2).any(-1).int().argmax())
-                raise ValueError(f"layer {layer} must list keys of token {first}, and does not")
-            layers[layer] = lists
-        found.append(layers)
+        attempts = kept[tuple(prompt)]
+        begins = [0, *(begin for begin, _ in attempts[1:])]
+        ends = [*begins[1:], len(sequence) - 1]
+        parts: list[Attempt] = []
+        for begin, end, (_, layers) in zip(begins, ends, attempts, strict=True):
+            lists = {layer: rows[:end] for layer, rows in layers.items()}
+            for layer, rows in lists.items():
+                if (rows == -2).any():
+                    first = int((rows == -2).any(-1).int().argmax())
+                    raise ValueError(f"layer {layer} must list keys of token {first}, and does not")
+            parts.append((range(begin, end), lists))
+        found.append(parts)
     return found
+
+
+@dataclass
+class _Judged:
+    """What the oracle says of the sequences of a run."""
+
+    exact: list[Tensor] = field(default_factory=list)
+    """Logits in float32, of each sequence."""
+    plain: list[Tensor] = field(default_factory=list)
+    """Logits of a plain run in bf16, whose keys are rounded as the cache does."""
+    lists: Lists | None = None
+    """What is wrong with the recorded lists."""
+    plain_lists: Lists | None = None
+    """What is wrong with the lists that the plain run's fp8 scores would give."""
 
 
 def _judged_by_oracle(
     run: Run, path: Path, prompts: Sequence[list[int]], sequences: Sequence[list[int]]
-) -> tuple[list[Tensor], list[Tensor], Lists | None]:
-    """Logits in float32, logits of a plain run in bf16, and what is wrong with the lists."""
+) -> _Judged:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # The reference may not be shortened to TF32.
     torch.set_float32_matmul_precision("highest")
-    lists = lists_of(path, sequences, prompts)
     cache = str(run.options.get("kv_cache_dtype", "auto"))
     exact = Oracle(Path(run.folder), torch.float32, "auto", device)
     plain = Oracle(Path(run.folder), torch.bfloat16, cache, device)
-    answers, others, faults = [], [], []
-    for sequence, listed in zip(sequences, lists, strict=True):
-        # The last token's answer is not scored, and it has no list.
-        kept = None if listed is None else {layer: rows[:-1] for layer, rows in listed.items()}
-        logits, part = exact.answer(sequence[:-1], kept)
-        answers.append(_with_one_more(logits))
-        others.append(_with_one_more(plain.answer(sequence[:-1], kept)[0]))
-        faults.append(part)
-    return answers, others, None if lists[0] is None else Lists.merged(faults)
+    found, faults, plain_faults = _Judged(), [], []
+    for sequence, attempts in zip(sequences, lists_of(path, sequences, prompts), strict=True):
+        rows, other_rows = [], []
+        for positions, lists in attempts:
+            tokens = sequence[: positions.stop]
+            mine, other = exact.answer(tokens, lists), plain.answer(tokens, lists)
+            rows.append(mine.logits[positions.start :])
+            other_rows.append(other.logits[positions.start :])
+            faults.append(mine.faults)
+            plain_faults.append(mine.faults_of(other))
+        found.exact.append(_with_one_more(torch.cat(rows)))
+        found.plain.append(_with_one_more(torch.cat(other_rows)))
+    if "index_topk" in exact.config:
+        found.lists, found.plain_lists = Lists.merged(faults), Lists.merged(plain_faults)
+    return found
 
 
 def _with_one_more(logits: Tensor) -> Tensor:
@@ -426,12 +474,12 @@ def _scored(run: Run, prompts: Sequence[list[int]], outputs: Any, path: Path) ->
     """The fields of a result that come from a decoder's answers; ``path`` holds the lists."""
     tokens = [list(output.outputs[0].token_ids) for output in outputs]
     sequences = [prompt + new for prompt, new in zip(prompts, tokens, strict=True)]
-    others: list[Tensor] = []
-    lists = None
+    judged = _Judged()
     if run.is_latent:
-        answers, others, lists = _judged_by_oracle(run, path, prompts, sequences)
+        judged = _judged_by_oracle(run, path, prompts, sequences)
     else:
-        answers = reference_of(run, sequences)
+        judged.exact = reference_of(run, sequences)
+    answers, others = judged.exact, judged.plain
     found, expected, gaps = [], [], []
     for prompt, output, answer in zip(prompts, outputs, answers, strict=True):
         found.append(table_of(output.outputs[0].logprobs))
@@ -444,7 +492,8 @@ def _scored(run: Run, prompts: Sequence[list[int]], outputs: Any, path: Path) ->
         "generated": logprob_error(torch.cat(found), torch.cat(expected)),
         "prompt": None,
         "cached_tokens": [output.num_cached_tokens or 0 for output in outputs],
-        "lists": lists,
+        "lists": judged.lists,
+        "plain_lists": judged.plain_lists,
     }
     for name, ends in (("plain_prompt", False), ("plain_generated", True)):
         if others:
@@ -511,7 +560,8 @@ def result_of(text: str) -> Result:
     fields = json.loads(text)
     for name in ("prompt", "generated", "plain_prompt", "plain_generated"):
         fields[name] = None if fields[name] is None else Error(**fields[name])
-    fields["lists"] = None if fields["lists"] is None else Lists(**fields["lists"])
+    for name in ("lists", "plain_lists"):
+        fields[name] = None if fields.get(name) is None else Lists(**fields[name])
     return Result(**fields)
 
 

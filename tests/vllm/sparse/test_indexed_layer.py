@@ -16,7 +16,8 @@ from vllm.model_executor.models import deepseek_v2
 from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerBackend
 
 from attn.integrations.vllm import indexer as ours
-from tests.vllm.sparse import layer as layers
+from tests.vllm.runner import torch_rotary
+from tests.vllm.sparse import sparse_runner as layers
 from tests.vllm.sparse.sparse_runner import BLOCK_SIZE, NARROW, TOPK, Sequences, expected_rows
 from tests.vllm.views import cache_view
 
@@ -104,10 +105,7 @@ def test_a_layer_attends_what_its_indexer_lists(
         if hasattr(cache, "bind_kv_cache"):
             cache.bind_kv_cache(view)
         builder = ours.IndexerBuilder(spec, [CACHE_NAME], config, runner.builder.device)
-        rotary = deepseek_v2.get_rope(
-            64, max_position=LONGEST, is_neox_style=True,
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        )  # fmt: skip
+        rotary = torch_rotary(64, LONGEST)
     sequences = Sequences.random((33, 72), NARROW, torch.bfloat16)
     generator = torch.Generator().manual_seed(6)
     lengths = set()

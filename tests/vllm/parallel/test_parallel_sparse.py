@@ -21,7 +21,8 @@ from attn.integrations.vllm import compat
 from attn.integrations.vllm import indexer as ours
 from attn.testing.batches import LatentWeights
 from builders.splitkv.stripe import Stripe
-from tests.vllm.parallel.ranks import RANKS, give_ranks, in_torch, localise, run_ranks
+from tests.vllm.parallel.rank_processes import RANKS, give_ranks, in_torch, localise, run_ranks
+from tests.vllm.runner import torch_rotary
 from tests.vllm.sparse.sparse_runner import (
     BLOCK_SIZE,
     NARROW,
@@ -190,10 +191,7 @@ def lists_of(config: Any, stripe: Stripe) -> list[Tensor]:
         if hasattr(cache, "bind_kv_cache"):
             cache.bind_kv_cache(view)
         builder = ours.IndexerBuilder(spec, [CACHE_NAME], config, torch.device("cpu"))
-        rotary = deepseek_v2.get_rope(
-            64, max_position=LONGEST, is_neox_style=True,
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        )  # fmt: skip
+        rotary = torch_rotary(64, LONGEST)
     view.view(torch.uint8).fill_(0xFF)
     generator = torch.Generator().manual_seed(6)
     found = []

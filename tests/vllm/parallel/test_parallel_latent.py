@@ -22,7 +22,7 @@ from attn.testing.batches import BatchSpec, LatentWeights, Request, latent_reque
 from attn.testing.budget import low_precision
 from attn.testing.latent_trial import latent_output, low_latent_output
 from builders.splitkv.stripe import Stripe
-from tests.vllm.parallel.ranks import RANKS, give_ranks, in_torch, localise, run_ranks
+from tests.vllm.parallel.rank_processes import RANKS, give_ranks, in_torch, localise, run_ranks
 from tests.vllm.runner import Answer, Tokens
 from tests.vllm.test_latent import (
     HEADS,
