@@ -147,6 +147,7 @@ def test_no_host_length_is_read():
     assert batch.seq_lens_cpu is None
     assert batch.seq_lens_sum is None
     assert not engine.backend.needs_cpu_seq_lens
+    engine.backend.update_verify_buffers_to_fill_after_draft(None, None)
 
 
 def draft_factory(engine, steps):

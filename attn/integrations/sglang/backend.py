@@ -5,6 +5,7 @@ Tables, lengths and plans are made by kernels inside of the graph, so that a rep
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from attn.integrations.sglang import checks, compat
 from attn.integrations.sglang.steps import Step, make_step
 from builders.pages.slot_tables import SlotTables
+
+logger = logging.getLogger("sglang.srt.attn_backends")
 
 
 class SlotBackend(AttentionBackend):  # type: ignore[misc]
@@ -54,6 +57,11 @@ class SlotBackend(AttentionBackend):  # type: ignore[misc]
             compat.window_slots(self.token_to_kv_pool),
         )
 
+    def share_tables(self, other: SlotBackend) -> None:
+        """Use another backend's block tables: both write the same pages of the same requests."""
+        self.tables.table = other.tables.table
+        self.tables.window_table = other.tables.window_table
+
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Make room for batches of up to ``max_bs`` requests; SGLang calls it before captures."""
         if max_bs > self.max_reqs:
@@ -85,6 +93,11 @@ class SlotBackend(AttentionBackend):  # type: ignore[misc]
         """Build the records of all groups of layers that are known."""
         raise NotImplementedError
 
+    def update_verify_buffers_to_fill_after_draft(
+        self, spec_info: Any, cuda_graph_bs: int | None
+    ) -> None:
+        """Nothing: the drafts of a chain need no mask."""
+
     def draft_extend_metadata_captured_in_graph(self) -> bool:
         """True: nothing is left to do before a replay."""
         return True
@@ -100,6 +113,12 @@ class SlotBackend(AttentionBackend):  # type: ignore[misc]
     def forward_decode(self, *args: Any, **kwargs: Any) -> Any:
         """Attention of a step with one token a request; see :meth:`forward_extend`."""
         return self.forward_extend(*args, **kwargs)
+
+
+def log_served(name: str, words: str, builder: Any) -> None:
+    """Say in the log which layers a backend of ours serves, and by which kernels."""
+    kernels = ", ".join(f"{phase}: {kernel}" for phase, kernel in builder.phase_kernels.items())
+    logger.info("attn-backends: %s serves %s; %s", name, words, kernels)
 
 
 def rows_of(tensor: torch.Tensor, heads: int, size: int) -> torch.Tensor:

@@ -158,7 +158,8 @@ def facts_of(runner: Any) -> Facts:
     drafts, algorithm = args.speculative_num_draft_tokens, args.speculative_algorithm
     chunk = args.chunked_prefill_size or 0
     longest = slots.shape[1]
-    reqs = max(slots.shape[0], 1)
+    # Row 0 is nobody's.
+    reqs = max(slots.shape[0] - 1, 1)
     return Facts(
         page_size=int(runner.page_size),
         max_len=longest,

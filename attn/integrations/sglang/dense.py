@@ -11,7 +11,7 @@ import torch
 from attn.impls.base import LayerScales
 from attn.impls.dense.cached import detached
 from attn.integrations.sglang import checks, compat
-from attn.integrations.sglang.backend import SlotBackend, rows_of
+from attn.integrations.sglang.backend import SlotBackend, log_served, rows_of
 from attn.integrations.sglang.steps import Step
 from attn.registry import AttentionBackendEnum
 from builders.base import AttentionMetadataBuilder
@@ -129,6 +129,12 @@ class DenseBackend(SlotBackend):
         builder_cls = AttentionBackendEnum[BACKEND].get_class().get_builder_cls()
         spec = kind.spec(facts.page_size, facts.dtype)
         built: AttentionMetadataBuilder[Any] = builder_cls(spec, ["layers"], config, facts.device)
+        words = (
+            f"layers of {kind.num_heads} query and {kind.num_kv_heads} KV heads of "
+            f"{kind.head_size}, window {kind.window}, {facts.dtype} over {kind.cache_dtype} KV in "
+            f"pages of {facts.page_size}"
+        )
+        log_served(BACKEND, words, built)
         return built
 
     def _layer(self, layer: Any, sinks: torch.Tensor | None) -> PoolLayer:

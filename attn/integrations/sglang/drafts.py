@@ -10,7 +10,7 @@ from attn.integrations.sglang.dense import DenseBackend
 class DraftBackends:
     """What SGLang calls before the steps of one draft; step i attends ``seq_lens + i + 1`` keys.
 
-    Each step has tables and a plan of its own, so that one graph holds all steps.
+    Each step has lengths and a plan of its own, so that one graph holds all steps.
     """
 
     needs_cpu_seq_lens = False
@@ -33,11 +33,18 @@ class DraftBackends:
 
             made = LatentBackend
         self.attn_backends = [made(runner, step) for step in range(num_steps - 1)]
+        self._share_tables()
+
+    def _share_tables(self) -> None:
+        """Keep one set of block tables: the steps' lengths differ, their pages do not."""
+        for backend in self.attn_backends[1:]:
+            backend.share_tables(self.attn_backends[0])
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Make room for batches of up to ``max_bs`` requests."""
         for backend in self.attn_backends:
             backend.init_cuda_graph_state(max_bs, max_num_tokens)
+        self._share_tables()
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Length of a padded request."""

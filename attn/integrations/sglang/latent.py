@@ -12,7 +12,7 @@ import torch
 
 from attn.impls.base import LayerScales
 from attn.integrations.sglang import checks
-from attn.integrations.sglang.backend import SlotBackend, rows_of
+from attn.integrations.sglang.backend import SlotBackend, log_served, rows_of
 from attn.integrations.sglang.dense import cache_name, pages_of, result_of
 from attn.integrations.sglang.steps import Step
 from attn.registry import AttentionBackendEnum
@@ -87,6 +87,11 @@ class LatentBackend(SlotBackend):
         built = self._builders[(*most, by_row)] = builder_cls(
             spec, ["layers"], config, facts.device
         )
+        words = (
+            f"latent layers of {self._heads} query heads, rows of {self._rank} + {self._rope}, "
+            f"{facts.dtype} over {self._cache} KV in pages of {facts.page_size}"
+        )
+        log_served(BACKEND, words, built)
         return built
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
