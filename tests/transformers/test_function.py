@@ -7,7 +7,7 @@ import torch
 
 from attn.integrations.transformers import attention, compat, layers, register, steps
 from tests.transformers.attention_calls import BUDGET, TRIALS
-from tests.transformers.runs import continuously, expected, prompts
+from tests.transformers.model_runs import continuously, expected, prompts
 from tests.transformers.small_models import make_model
 
 BY_NAME = {trial.name: trial for trial in TRIALS}

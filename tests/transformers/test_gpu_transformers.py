@@ -3,7 +3,7 @@
 import pytest
 
 from attn.integrations.transformers import NAME
-from tests.transformers.runs import continuously, in_one_batch, one_by_one, prompts
+from tests.transformers.model_runs import continuously, in_one_batch, one_by_one, prompts
 from tests.transformers.small_models import MODELS, make_model
 
 pytestmark = pytest.mark.gpu

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attn.integrations.transformers import NAME, register
-from tests.transformers.runs import (
+from tests.transformers.model_runs import (
     continuously,
     expected,
     in_one_batch,

@@ -10,7 +10,7 @@ import torch
 
 from attn.integrations.transformers import NAME, compat, register
 from attn.integrations.transformers.masks import padding_mask
-from tests.transformers.runs import config, prompts
+from tests.transformers.model_runs import config, prompts
 from tests.transformers.small_models import make_model
 
 ROOT = Path(__file__).parents[2]
