@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -105,7 +106,8 @@ def make_folder(where: Path, model: str) -> Path:
         model: a name of :data:`MODELS`, or ``llama-8b`` for the configuration alone.
     """
     import torch
-    import transformers
+
+    transformers = import_module("transformers")
 
     folder = where / model
     if model == "llama-8b":
@@ -137,7 +139,7 @@ def prompts_of(lengths: Sequence[int], vocabulary: int) -> list[list[int]]:
 
 def run_engine(job: Mapping[str, Any]) -> dict[str, Any]:
     """Start SGLang's engine and do a job in it; runs in a process of its own."""
-    import sglang
+    sglang = import_module("sglang")
 
     folder = make_folder(Path(job["folder"]), job["model"])
     settings: dict[str, Any] = {
@@ -200,7 +202,8 @@ def _bench(engine: Any) -> dict[str, Any]:
 def run_reference(job: Mapping[str, Any]) -> dict[str, Any]:
     """Log-probabilities of the same tokens by Transformers in float32."""
     import torch
-    import transformers
+
+    transformers = import_module("transformers")
 
     folder = make_folder(Path(job["folder"]), job["model"])
     model = transformers.AutoModelForCausalLM.from_pretrained(
