@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 RUN_ARGS := $(if $(TRACE),--trace $(TRACE)) $(if $(MODEL),--model $(MODEL)) \
 	--report $(or $(REPORT),report) $(ARGS)
 
-.PHONY: run test test-compile test-vllm test-transformers docs install environments lint clean
+.PHONY: run test test-compile test-vllm test-transformers test-sglang docs install environments lint clean
 
 run: $(INSTALLED)
 	$(BIN)/attn run $(RUN_ARGS)
@@ -52,6 +52,18 @@ test-transformers: $(TRANSFORMERS:%=$(TRANSFORMERS_VENV)/%/.installed)
 	  running="$$running $$!"; \
 	done; for one in $$running; do wait $$one; done
 
+# The plugin inside each SGLang, in the same way.
+SGLANGS := 0.5.16 0.5.23
+SGLANG_VENV := .venv-sglang
+SGLANG_SHARED := $(SGLANG_VENV)/shared
+
+test-sglang: $(SGLANGS:%=$(SGLANG_VENV)/%/.installed)
+	set -e; for version in $(SGLANGS); do \
+	  PYTHONPATH=$(CURDIR)/$(SGLANG_SHARED):$(CURDIR)/$(SGLANG_VENV)/$$version \
+	  $(BIN)/python -m pytest $(TRANSFORMERS_PYTEST) tests/sglang $(PYTEST_ARGS) & \
+	  running="$$running $$!"; \
+	done; for one in $$running; do wait $$one; done
+
 # The pages of docs/ as a site, which needs no network to be read: build/site/index.html.
 DOCS_INSTALLED := $(VENV)/.docs-installed
 
@@ -66,7 +78,7 @@ install: $(INSTALLED)
 
 # All that is installed; with -j, side by side.
 environments: $(INSTALLED) $(VLLMS:%=$(VLLM_VENV)/%/.installed) \
-  $(TRANSFORMERS:%=$(TRANSFORMERS_VENV)/%/.installed)
+  $(TRANSFORMERS:%=$(TRANSFORMERS_VENV)/%/.installed) $(SGLANGS:%=$(SGLANG_VENV)/%/.installed)
 
 $(VLLM_VENV)/.installed: tests/vllm/requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VLLM_VENV)
@@ -86,6 +98,14 @@ $(TRANSFORMERS_VENV)/%/.installed: $(TRANSFORMERS_SHARED)/.installed
 	$(BIN)/$(INSTALL) --no-deps --upgrade --target $(@D) transformers==$*
 	touch $@
 
+$(SGLANG_SHARED)/.installed: tests/sglang/requirements.txt $(INSTALLED)
+	$(BIN)/$(INSTALL) --no-deps --upgrade --target $(@D) -r tests/sglang/requirements.txt
+	touch $@
+
+$(SGLANG_VENV)/%/.installed: $(SGLANG_SHARED)/.installed
+	$(BIN)/$(INSTALL) --no-deps --upgrade --target $(@D) sglang==$*
+	touch $@
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -97,4 +117,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV)* $(TRANSFORMERS_VENV) build dist report
+	rm -rf $(VENV) $(VLLM_VENV)* $(TRANSFORMERS_VENV) $(SGLANG_VENV) build dist report

@@ -298,3 +298,73 @@ def context_slots_kernel(
     block = tl.load(entry, mask=owned, other=0)
     slot = tl.where(owned, block * PAGE_SIZE + position % PAGE_SIZE, -1)
     tl.store(slots_ptr + row, slot, mask=row < num_rows)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("num_reqs", "query_len", "added", "longest", "width", "num_tokens"),
+    ],
+    do_not_specialize_on_alignment=["rows_ptr", "lens_ptr", "counts_ptr", "new_slots_ptr"],
+)
+def slot_tables_kernel(
+    slots_ptr,
+    rows_ptr,
+    lens_ptr,
+    counts_ptr,
+    window_slots_ptr,
+    new_slots_ptr,
+    table_ptr,
+    window_table_ptr,
+    kv_lens_ptr,
+    starts_ptr,
+    window_new_ptr,
+    num_reqs,
+    query_len,
+    added,
+    longest,
+    width,
+    num_tokens,
+    slots_stride: tl.int64,
+    PAGE_SIZE: tl.constexpr,
+    REQS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Kernel for :func:`builders.pages.slot_tables.write_tables`; a program is a tile of a row.
+
+    ``counts_ptr`` is None where every request has ``query_len`` tokens, ``window_slots_ptr`` where
+    there is no second pool.
+    """
+    req = tl.program_id(0)
+    part = tl.program_id(1)
+    row = tl.load(rows_ptr + req).to(tl.int64)
+    kv_len = tl.load(lens_ptr + req).to(tl.int32) + added
+    kv_len = tl.minimum(kv_len, longest)
+    column = part * TILE + tl.arange(0, TILE)
+    used = (column < tl.cdiv(kv_len, PAGE_SIZE)) & (column < width)
+    first = slots_ptr + row * slots_stride + column.to(tl.int64) * PAGE_SIZE
+    slot = tl.load(first, mask=used, other=0)
+    at = req.to(tl.int64) * width + column
+    tl.store(table_ptr + at, slot // PAGE_SIZE, mask=used)
+    if window_slots_ptr is not None:
+        # Slots of pages behind the window are freed: their entries mean nothing, and are not read.
+        own = tl.load(window_slots_ptr + slot, mask=used, other=0)
+        page = (tl.maximum(own, 0) // PAGE_SIZE).to(tl.int32)
+        tl.store(window_table_ptr + at, page, mask=used)
+        programs = tl.num_programs(0) * tl.num_programs(1)
+        program = req * tl.num_programs(1) + part
+        share = tl.cdiv(tl.cdiv(num_tokens, programs), TILE) * TILE
+        for start in range(program * share, tl.minimum((program + 1) * share, num_tokens), TILE):
+            token = start + tl.arange(0, TILE)
+            there = token < num_tokens
+            new = tl.load(new_slots_ptr + token, mask=there, other=0)
+            written = tl.load(window_slots_ptr + new, mask=there & (new >= 0), other=-1)
+            tl.store(window_new_ptr + token, written.to(tl.int64), mask=there)
+    if part == 0:
+        tl.store(kv_lens_ptr + req, kv_len)
+        if counts_ptr is None:
+            tl.store(starts_ptr + req + 1, (req + 1) * query_len)
+        else:
+            i = tl.arange(0, REQS)
+            counts = tl.load(counts_ptr + i, mask=i <= req, other=0).to(tl.int32)
+            tl.store(starts_ptr + req + 1, tl.sum(counts, 0))
+        tl.store(starts_ptr, 0, mask=req == 0)

@@ -39,7 +39,7 @@ RUN = [name for name, text in RUN_HERE.items() if page.shown_by(text)]
 FENCED = re.compile(
     r"^(?:<!-- needs: ([^\n]+) -->\n)?```([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE
 )
-NEEDS = {"gpu", "vllm", "transformers", "installing", "writing"}
+NEEDS = {"gpu", "vllm", "sglang", "transformers", "installing", "writing"}
 """What a block that is not run here can need."""
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 WITH_COMMITS = ("docs/benchmarks/", "docs/notebook/")

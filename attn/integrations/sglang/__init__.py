@@ -1,0 +1,1 @@
+"""The SGLang plugin: our triples as SGLang attention backends."""

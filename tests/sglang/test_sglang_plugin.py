@@ -1,0 +1,116 @@
+"""The plugin in SGLang's own loader and argument parser, and what it refuses."""
+
+import argparse
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.sglang.slot_engine import Engine, LayerSpec
+
+
+def test_sglang_takes_the_name():
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    line = "--model-path x --prefill-attention-backend attn --decode-attention-backend attn"
+    given = parser.parse_args([*line.split(), "--attention-backend", "attn"])
+    assert given.attention_backend == given.prefill_attention_backend == "attn"
+    assert given.decode_attention_backend == "attn"
+
+
+def test_the_plugin_registers_once():
+    from attn.integrations.sglang import compat
+    from attn.integrations.sglang.plugin import NAME, register
+
+    choices = compat._choices().ATTENTION_BACKEND_CHOICES
+    register()
+    assert choices.count(NAME) == 1
+
+
+def test_another_version_is_left_alone(monkeypatch, caplog):
+    from attn.integrations.sglang import compat, plugin
+
+    monkeypatch.setattr(compat, "version", lambda: "0.4.10")
+    monkeypatch.setattr(compat, "add_choice", lambda name: pytest.fail("registered"))
+    plugin.register()
+    assert "serves SGLang 0.5.16 to 0.5.23, this is 0.4.10" in caplog.text
+
+
+@pytest.mark.parametrize("version", ["0.5.15", "0.6.0", "0.5.24", "x"])
+def test_versions_that_are_not_served(version):
+    from attn.integrations.sglang import compat
+
+    assert not compat.is_served(version)
+
+
+def test_importing_the_integration_imports_no_host():
+    code = (
+        "import sys; import attn.integrations.sglang, attn.integrations.sglang.plugin; "
+        "print({'sglang', 'vllm', 'transformers', 'torch', 'triton'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+REFUSED = {
+    "pages have 1 tokens: set --page-size": {"page_size": 1},
+    "pages have 256 tokens: set --page-size": {"page_size": 256},
+    "leave --enable-unified-memory out": {"enable_unified_memory": True},
+    "set --dcp-size 1": {"dcp_size": 2},
+    "set --attention-backend triton": {"is_encoder_decoder": True},
+    "set --speculative-eagle-topk 1": {
+        "speculative_algorithm": "EAGLE",
+        "speculative_eagle_topk": 4,
+        "speculative_num_draft_tokens": 8,
+    },
+    "NGRAM verifies with a mask": {
+        "speculative_algorithm": "NGRAM",
+        "speculative_num_draft_tokens": 8,
+    },
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_an_engine_that_is_not_served_is_refused(message):
+    with pytest.raises(ValueError, match="cannot serve this engine") as error:
+        Engine(**REFUSED[message])
+    assert message in str(error.value)
+
+
+def test_every_reason_is_given():
+    with pytest.raises(ValueError, match="--page-size") as error:
+        Engine(page_size=1, dcp_size=2)
+    assert "--dcp-size" in str(error.value)
+
+
+def test_a_cache_that_is_not_served_is_refused():
+    engine = Engine()
+
+    class MHATokenToKVPoolFP4:
+        pass
+
+    engine.runner.token_to_kv_pool = MHATokenToKVPoolFP4()
+    with pytest.raises(ValueError, match=r"MHATokenToKVPoolFP4, served are .*set --kv-cache-dtype"):
+        type(engine.backend)(engine.runner)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("is_cross_attention", True), ("attn_type", "encoder_only"), ("pos_encoding_mode", "ROPE")],
+)
+def test_a_layer_that_is_not_served_is_refused(name, value):
+    engine = Engine()
+    setattr(engine.layers[0], name, value)
+    with pytest.raises(ValueError, match="set --attention-backend triton"):
+        type(engine.backend)(engine.runner)
+
+
+def test_a_model_dtype_that_no_kernel_takes():
+    engine = Engine([LayerSpec(size=24, size_v=24)])
+    one = engine.request()
+    with pytest.raises(ValueError, match="head_size"):
+        engine.extend([one], [4])
+    assert engine.dtype is torch.float32
