@@ -64,7 +64,8 @@ class SlotTables:
         self.table = zeros(max_num_seqs, width)
         """``[max_num_seqs, pages]`` int32; entries past a request's last page are undefined."""
         self.window_table = None if window_slots is None else zeros(max_num_seqs, width)
-        """The same for the second pool; entries of pages behind the window are undefined too."""
+        """``[max_num_seqs, pages]`` int32, pages of the second pool; entries behind the window are
+        undefined too."""
         self.kv_lens = zeros(max_num_seqs)
         """``[max_num_seqs]`` int32, the step's tokens included."""
         self.starts = zeros(max_num_seqs + 1)

@@ -54,7 +54,7 @@ class Lengths:
     """New tokens of each of R requests."""
 
     query_len: int
-    """Of every request, if ``host`` is None; else of the request with most."""
+    """New tokens of every request, if ``host`` is None; else of the request with most."""
     host: list[int] | None
     device: torch.Tensor | None
     added: int
