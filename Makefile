@@ -28,27 +28,28 @@ test-compile: $(INSTALLED)
 	$(BIN)/python -m tests.compile.compile_matrix
 
 # The plugin inside each vLLM, without a GPU. What they need is installed once, each of them in a
-# folder of its own, and without its own pins: it is imported there, not served from.
+# folder of its own, and without its own pins: it is imported there, not served from. Both run at the
+# same time, in one process each: importing vLLM takes longer than most of the tests.
 VLLMS := 0.26.0 0.33.0
 VLLM_VENV := .venv-vllm
-VLLM_PYTEST := -q -p no:cacheprovider -n 2 --dist loadfile -o filterwarnings=default
+HOST_PYTEST := -q -p no:cacheprovider -o filterwarnings=default
 
 test-vllm: $(VLLMS:%=$(VLLM_VENV)/%/.installed)
 	set -e; for version in $(VLLMS); do PYTHONPATH=$(CURDIR)/$(VLLM_VENV)/$$version \
-	  $(VLLM_VENV)/bin/python -m pytest $(VLLM_PYTEST) tests/vllm $(PYTEST_ARGS); \
-	done
+	  $(VLLM_VENV)/bin/python -m pytest $(HOST_PYTEST) tests/vllm $(PYTEST_ARGS) & \
+	  running="$$running $$!"; \
+	done; for one in $$running; do wait $$one; done
 
 # The integration inside each Transformers, without a GPU. What they need beside the library's own
 # environment is installed once; each of them is in a folder of its own. Both run at the same time.
 TRANSFORMERS := 5.17.0 5.24.0
 TRANSFORMERS_VENV := .venv-transformers
 TRANSFORMERS_SHARED := $(TRANSFORMERS_VENV)/shared
-TRANSFORMERS_PYTEST := -q -p no:cacheprovider -o filterwarnings=default
 
 test-transformers: $(TRANSFORMERS:%=$(TRANSFORMERS_VENV)/%/.installed)
 	set -e; for version in $(TRANSFORMERS); do \
 	  PYTHONPATH=$(CURDIR)/$(TRANSFORMERS_SHARED):$(CURDIR)/$(TRANSFORMERS_VENV)/$$version \
-	  $(BIN)/python -m pytest $(TRANSFORMERS_PYTEST) tests/transformers $(PYTEST_ARGS) & \
+	  $(BIN)/python -m pytest $(HOST_PYTEST) tests/transformers $(PYTEST_ARGS) & \
 	  running="$$running $$!"; \
 	done; for one in $$running; do wait $$one; done
 
@@ -60,7 +61,7 @@ SGLANG_SHARED := $(SGLANG_VENV)/shared
 test-sglang: $(SGLANGS:%=$(SGLANG_VENV)/%/.installed)
 	set -e; for version in $(SGLANGS); do \
 	  PYTHONPATH=$(CURDIR)/$(SGLANG_SHARED):$(CURDIR)/$(SGLANG_VENV)/$$version \
-	  $(BIN)/python -m pytest $(TRANSFORMERS_PYTEST) tests/sglang $(PYTEST_ARGS) & \
+	  $(BIN)/python -m pytest $(HOST_PYTEST) tests/sglang $(PYTEST_ARGS) & \
 	  running="$$running $$!"; \
 	done; for one in $$running; do wait $$one; done
 

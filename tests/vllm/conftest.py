@@ -93,6 +93,7 @@ def make_config(model_folder: Path) -> Callable[..., Any]:
 @pytest.fixture
 def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The plugin's module, unregistered before and after; earlier selections are forgotten."""
+    from vllm.model_executor.models.registry import ModelRegistry
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -109,6 +110,8 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     for variable in (*settings.VARIABLES, settings.RAY_VARIABLE):
         monkeypatch.setenv(variable, "")
         monkeypatch.delenv(variable)
+    # On some GPUs the plugin registers other classes of models.
+    monkeypatch.setattr(ModelRegistry, "models", dict(ModelRegistry.models))
     forget()
     yield module
     forget()

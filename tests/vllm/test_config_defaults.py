@@ -35,6 +35,14 @@ KINDS = {
     LayerKind.MLA: "full_attention",
     LayerKind.SPARSE_MLA: "indexed_attention",
 }
+
+
+@pytest.fixture(autouse=True)
+def without_vllm_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the classes that vLLM registers in transformers when it reads a model."""
+    monkeypatch.setattr(CONFIG_MAPPING, "_extra_content", {})
+
+
 known_there = pytest.mark.parametrize(
     "model_type", [name for name in TYPES if name not in UNKNOWN_THERE]
 )
