@@ -1,4 +1,4 @@
-"""The list of kernels of a sparse engine: the page, and the one that is kept."""
+"""The list of kernels of a sparse engine: how the page is written, and the committed page."""
 
 import re
 import sys
@@ -121,7 +121,7 @@ def test_the_command_writes_the_page_and_fails_for_a_forbidden_kernel(name, code
 def test_what_was_found_is_kept_when_an_engine_fails(cache, listing):
     code, text = listing("sparse_mla_kernel", fails=cache)
     assert code == 1
-    # Two loads come before the one that fails.
+    # Two loads come before the load that fails.
     assert text.count("| `sparse_mla_kernel` | 2 |") == len(LOADS) + 2
     label = "CUSTOM" if cache == "auto" else "CUSTOM, fp8_ds_mla"
     assert f"{label} failed: `exit code 1: RuntimeError: no memory`" in text

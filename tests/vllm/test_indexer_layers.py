@@ -29,7 +29,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.attention.selector import _cached_get_attn_backend, get_attn_backend
 
 from attn.impls.sparse import indexer as impls
-from attn.integrations.vllm import compat, indexer_late, members
+from attn.integrations.vllm import compat, members, model_hooks
 from attn.integrations.vllm import indexer as ours
 from attn.ops.indexer import write_index_keys
 from tests.vllm.runner import torch_rotary
@@ -579,9 +579,9 @@ def test_without_deep_gemm_only_indexers_that_will_be_ours_are_made(
     layer_of: Callable[..., Layer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm_op.SparseAttnIndexer, "__init__", vllm_op.SparseAttnIndexer.__init__)
-    indexer_late.spare_deep_gemm(vllm_op)
+    model_hooks.spare_deep_gemm(vllm_op)
     kept = vllm_op.SparseAttnIndexer.__init__
-    indexer_late.spare_deep_gemm(vllm_op)
+    model_hooks.spare_deep_gemm(vllm_op)
     assert vllm_op.SparseAttnIndexer.__init__ is kept
     backend = type("Ours", (), {"__module__": members.__name__})
     chosen: list[Any] = [backend]
@@ -595,13 +595,13 @@ def test_without_deep_gemm_only_indexers_that_will_be_ours_are_made(
 
 IMPORTS = """
 import sys
-from attn.integrations.vllm import indexer_late
+from attn.integrations.vllm import model_hooks
 before = set(sys.modules)
-indexer_late.install_when_imported()
+model_hooks.install_when_imported()
 new = set(sys.modules) - before
-assert indexer_late.OP_MODULE not in sys.modules, "the op's module was imported"
+assert model_hooks.OP_MODULE not in sys.modules, "the op's module was imported"
 import vllm.model_executor.layers.sparse_attn_indexer as module
-assert hasattr(module.SparseAttnIndexer.__init__, indexer_late._MARK)
+assert hasattr(module.SparseAttnIndexer.__init__, model_hooks._MARK)
 assert module.__spec__.loader.get_source(module.__name__)
 assert "attn.integrations.vllm.indexer" not in sys.modules
 print(len(new))
@@ -634,10 +634,10 @@ def test_gpus_without_e4m3_get_the_generic_models(
 ) -> None:
     cuda(*capability)
     before = dict(models)
-    indexer_late.use_generic_models()
+    model_hooks.use_generic_models()
     changed = {name for name, model in models.items() if model is not before[name]}
     is_old = capability < (8, 9)
-    fused = {} if compat.BACKENDS_SHAPE_CACHES else indexer_late.GENERIC_MODELS
+    fused = {} if compat.BACKENDS_SHAPE_CACHES else model_hooks.GENERIC_MODELS
     assert changed == (set(fused) if is_old else set())
     for name, path in fused.items():
         module, _, cls = path.partition(":")
@@ -645,9 +645,9 @@ def test_gpus_without_e4m3_get_the_generic_models(
         if is_old:
             assert models[name].load_model_cls() is generic
             continue
-        assert models[name].module_name == indexer_late.FUSED_MODELS
+        assert models[name].module_name == model_hooks.FUSED_MODELS
     kept = dict(models)
-    indexer_late.use_generic_models()
+    model_hooks.use_generic_models()
     assert models == kept
 
 
@@ -658,7 +658,7 @@ def test_a_model_that_the_user_points_elsewhere_stays(
     cuda(*capability)
     theirs = types.SimpleNamespace(module_name="a_users.module")
     models["DeepseekV32ForCausalLM"] = theirs
-    indexer_late.use_generic_models()
+    model_hooks.use_generic_models()
     assert models["DeepseekV32ForCausalLM"] is theirs
 
 

@@ -69,11 +69,11 @@ Launch = tuple[str, float, float]
 
 
 def own_times(launches: Iterable[Launch]) -> Iterator[tuple[str, float]]:
-    """Name and own microseconds of each launch on a GPU: those in which no earlier one still ran.
+    """Name and own microseconds of each launch on a GPU: the time in which no earlier launch ran.
 
-    A kernel that is launched ahead, by programmatic dependent launch, starts while the one before
-    it runs, and waits for it: its duration contains the other's. The own times of all launches add
-    up to the time in which the GPU was busy.
+    A kernel that is launched ahead, by programmatic dependent launch, starts while the kernel
+    before it runs, and waits for it: the duration of the later contains that of the earlier. The
+    own times of all launches add up to the time in which the GPU was busy.
     """
     busy_until = float("-inf")
     for name, start, end in sorted(launches, key=lambda launch: launch[1:]):

@@ -99,7 +99,7 @@ class Request:
 
 
 def generate(request: Request, show: Callable[[str], None]) -> Outcome:
-    """Load the model and generate, by our attention and by the one to compare with.
+    """Load the model and generate, by our attention and by the attention to compare with.
 
     Args:
         request: what to generate.
@@ -228,6 +228,7 @@ def _quiet() -> Iterator[None]:
             transformers_logging.disable_progress_bar()
             transformers_logging.set_verbosity_error()
         except ImportError:
+            # Loading the model says what is missing.
             pass
         try:
             yield

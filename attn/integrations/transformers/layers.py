@@ -91,7 +91,7 @@ class Group:
         """Builders and pages that were too small. CUDA graphs may hold their addresses."""
 
     def step(self, token: object, layer: int, make: Callable[[], Step]) -> Step:
-        """The step that a layer is in: the one of the layers before it, or a new one.
+        """The step that a layer is in: the step of the layers before it, or a new step.
 
         A layer that comes again is in a new step. So is one in a graph that is being captured,
         after calls outside of it: the graph has to plan each replay.

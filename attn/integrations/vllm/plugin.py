@@ -48,7 +48,7 @@ def register() -> None:
     settings.check()
     settings.pass_on()
     _put(*_wanted())
-    from attn.integrations.vllm.indexer_late import install_when_imported
+    from attn.integrations.vllm.model_hooks import install_when_imported
 
     install_when_imported()
 

@@ -1,6 +1,6 @@
 """Runs of vLLM's engine in processes of their own, and their results in a folder.
 
-The folder is a temporary one, or the one that ``ATTN_ENGINE_RUNS`` names. There the results stay:
+The folder is temporary, or is named by ``ATTN_ENGINE_RUNS``. There the results stay:
 ``python -m tests.vllm.engine.sweep`` fills it with several runs at a time, and tests read them.
 """
 
