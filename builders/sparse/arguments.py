@@ -24,6 +24,24 @@ class TopkLists(NamedTuple):
     all ranks. None where the rank has all keys."""
 
 
+class JointLists(NamedTuple):
+    """The lists of every few neighbouring tokens, joined: each listed row is an entry once.
+
+    The highest bits of an entry, one for each of the tokens, say which of them list the row; the
+    other bits are the row's number ``block * P + offset``.
+    """
+
+    tokens: int
+    """Tokens whose lists are joined: 2, 4 or 8."""
+    entries: torch.Tensor
+    """``[G, tokens * topk]`` int32 for G groups of tokens; entries past a count mean nothing."""
+    counts: torch.Tensor
+    """``[G]`` int32, entries of each list."""
+    marks: torch.Tensor
+    """``[programs, cdiv(tokens, 4), window]`` int32, zero between launches: what a program notes
+    while it joins lists."""
+
+
 class ListedRows(NamedTuple):
     """The rows of a latent cache that each of T query rows lists; a duplicate counts twice."""
 
@@ -32,7 +50,9 @@ class ListedRows(NamedTuple):
     layout: LatentFormat
     """Row format of the cache."""
     indices: torch.Tensor
-    """``[T, topk]`` int32, ``block * P + offset``; -1 for no row, at any place."""
+    """``[T, topk]`` int32, ``block * P + offset``; -1 for no row, at any place. Where a launch has
+    a tile of several tokens, these are entries of :class:`JointLists` instead, with their
+    counts."""
     topk_lens: torch.Tensor | None = None
     """``[T]`` int32, entries of each list to read; None reads all."""
     k_scale: torch.Tensor | None = None

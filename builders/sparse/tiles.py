@@ -61,6 +61,8 @@ class HopperSparseTile:
     programs_per_sm: int | None = 1
     """Programs per multiprocessor that take piece after piece of the work; None launches one
     program for each piece."""
+    tokens: int = 1
+    """Neighbouring tokens whose heads fill a tile, and whose lists are joined: 1, 2, 4 or 8."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,11 @@ class SparseTile:
     def programs(self, topk: int) -> int:
         """Programs that share the keys of a row whose list is full."""
         return cdiv(self.segments(topk), self.span)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens whose lists are joined; 1 where every token has a list of its own."""
+        return self.hopper.tokens if isinstance(self.hopper, HopperSparseTile) else 1
 
     @property
     def counters(self) -> int:

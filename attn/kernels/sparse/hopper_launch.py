@@ -108,7 +108,7 @@ def _distances(name: str, tensor: torch.Tensor) -> dict[str, int]:
 
 
 def _work(layer: SparseLayer, tile: SparseTile, tensors: SparseTensors) -> int:
-    """Number of pieces of work: one for each query token, tile of heads and part of a list."""
+    """Number of pieces of work: one for each list, tile of heads and part of a list."""
     rows, topk = tensors.indices.shape
     return rows * tile.head_tiles(layer.num_heads) * tile.segments(topk)
 
@@ -148,18 +148,19 @@ def _wide_call(
             f"the Hopper sparse kernel for many heads does not serve this layer: rows of "
             f"{layer.layout.value} are read by the kernel for few heads, or the portable kernel"
         )
-    programs = total = _work(layer, tile, tensors)
+    programs = pieces = _work(layer, tile, tensors)
     if tile.shares:
         programs = tile.shares
     elif asked.programs_per_sm is not None:
-        programs = min(total, asked.programs_per_sm * _multiprocessors(tensors))
+        programs = min(pieces, asked.programs_per_sm * _multiprocessors(tensors))
     is_scaled = layer.layout is LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE
     row = _row(layer, tensors)
     arguments = {
         **shared,
         "latent_ptr": addresses["latent_ptr"],
         **_places_to_meet(tile, tensors),
-        "total": total,
+        "tokens": len(tensors.query),
+        "TOKENS": tile.tokens,
         "ROPE_AT": row["rope"].offset,
         "SCALES_AT": row["scale"].offset if is_scaled else 0,
         "SCALED": is_scaled,

@@ -18,6 +18,7 @@ from attn.kernels.sparse.attend_many import sparse_mla_many_kernel
 from attn.kernels.sparse.layer import SparseLayer, SparseTensors
 from builders.launch.call import KernelCall
 from builders.sparse.tiles import SparseTile
+from specs.base import cdiv
 from specs.dtypes import DType
 from specs.layouts import latent_views
 from specs.rows import LatentFormat
@@ -186,7 +187,9 @@ def _words(field: torch.Tensor) -> torch.Tensor:
 def _check(layer: SparseLayer, tile: SparseTile, tensors: SparseTensors) -> None:
     """Refuse tensors that do not fit together; run once per call, never waits for the device."""
     query, heads = tensors.query, layer.num_heads
-    rows, topk = tensors.indices.shape
+    lists, topk = tensors.indices.shape
+    # Joint lists are fewer than the tokens; the last of them may be of fewer tokens.
+    rows = lists if tile.tokens == 1 or cdiv(len(query), tile.tokens) != lists else len(query)
     wanted = {
         "query": (query, layer.rank),
         "rotary": (tensors.rotary, layer.rope_size),
@@ -208,7 +211,7 @@ def _check(layer: SparseLayer, tile: SparseTile, tensors: SparseTensors) -> None
     for name, size in (("kv_lora_rank", layer.rank), ("qk_rope_head_dim", layer.rope_size)):
         if size < 16 or size != triton.next_power_of_2(size):
             raise NotImplementedError(f"{name} must be a power of two from 16 on, got {size}")
-    _check_lists(tensors, rows, topk)
+    _check_lists(tensors, lists, topk)
     if not layer.scale > 0:
         raise ValueError(f"scale must be positive, got {layer.scale}")
     if tensors.lse is not None and (

@@ -31,9 +31,10 @@ class SparseTensors:
     kv_cache: torch.Tensor
     """``[N, P, row]`` in the layer's layout; compact rows are one block ``[1, S, row]``."""
     indices: torch.Tensor
-    """``[T, topk]`` int32: ``block * P + offset`` of each listed row; -1 lists no row."""
+    """``[T, topk]`` int32: ``block * P + offset`` of each listed row; -1 lists no row. With a tile
+    of several tokens: the entries ``[cdiv(T, tokens), tokens * topk]`` of joint lists."""
     topk_lens: torch.Tensor | None
-    """``[T]`` int32: how many entries of each list count, from its start; None: all."""
+    """int32 for each list: how many of its entries count, from its start; None: all."""
     output: torch.Tensor
     """``[T, H, L]`` in the query's type; the launch writes it."""
     lse: torch.Tensor | None

@@ -87,11 +87,16 @@ class LatentRows:
 class Division:
     """How the work of a step is divided into pieces, which programs take.
 
-    A piece is one token with one tile of its heads and one part of its list.
+    A piece is one token with one tile of its heads and one part of its list. With TOKENS above 1 it
+    is that many neighbouring tokens with all their heads: they share a tile of heads, and they read
+    one joint list, as :mod:`attn.kernels.sparse.joint_lists` makes it.
     """
 
-    total: Value
-    """int32, number of pieces; None in the narrow kernel, where each program takes one piece."""
+    tokens: Value
+    """int32, number of query tokens; None in the narrow kernel, where each program takes one
+    piece."""
+    TOKENS: gl.constexpr
+    """int, tokens of a piece: 1, 2, 4 or 8."""
     HEADS: gl.constexpr
     """int, query heads."""
     HEAD_TILES: gl.constexpr
@@ -103,6 +108,33 @@ class Division:
     BALANCED: gl.constexpr
     """bool, whether programs take equally many tiles of keys, so that a list may lie in two
     programs; only in the wide kernel."""
+
+    @gluon.jit
+    def pieces(self):
+        """Number of pieces."""
+        if self.TOKENS > 1:
+            count = (self.tokens + (self.TOKENS - 1)) // self.TOKENS
+        else:
+            count = self.tokens * (self.PARTS * self.HEAD_TILES)
+        return count
+
+    @gluon.jit
+    def row_of(self, place, first, head_tile):
+        """The token and the head of a row of a tile of heads, and whether there is such a row.
+
+        ``place`` is the number of the row in the tile, ``first`` the number of the piece's token or,
+        with TOKENS above 1, of its group of tokens.
+        """
+        if self.TOKENS > 1:
+            EACH: gl.constexpr = 64 // self.TOKENS
+            token = first * self.TOKENS + place // EACH
+            head = place % EACH
+            there = (head < self.HEADS) & (token < self.tokens)
+        else:
+            token = first + place * 0
+            head = head_tile * 64 + place
+            there = head < self.HEADS
+        return token, head, there
 
 
 @aggregate
@@ -252,7 +284,8 @@ class WideRing:
     rope: gl.shared_memory_descriptor
     """``[2, KEYS, 64]`` of 16-bit elements, the rotary parts of both blocks."""
     gaps: gl.shared_memory_descriptor
-    """``[2, KEYS]`` fp32, terms of scores: -inf for entries that list no row, else 0."""
+    """``[2, KEYS]`` fp32, terms of scores: -inf for entries that list no row, else 0. With joint
+    lists int32: bit i says whether token i of the piece lists the row."""
     full: gl.shared_memory_descriptor
     """``[6, 1]`` mbarriers: the part of the block is there. With WHOLE it is ``[2, 1]``: the block
     is there."""
@@ -322,6 +355,8 @@ class WideTile:
     before they wait for more keys."""
     WHOLE: gl.constexpr
     """bool, whether a block of keys arrives as a whole, since the producer converts its rows."""
+    TOKENS: gl.constexpr
+    """int, tokens whose heads share the tile."""
     SCORES: gl.constexpr
     """Layout of a block's scores ``[64, KEYS]``."""
     OUTPUT: gl.constexpr

@@ -174,7 +174,7 @@ def hopper_narrow_sparse_kernel(
         ROW_UNITS=ROW_UNITS, ROPE_AT=None, SCALES_AT=None,
     )  # fmt: skip
     division = Division(
-        total=None, HEADS=HEADS, HEAD_TILES=HEAD_TILES, SEGMENT=SEGMENT, PARTS=PARTS,
+        tokens=None, TOKENS=1, HEADS=HEADS, HEAD_TILES=HEAD_TILES, SEGMENT=SEGMENT, PARTS=PARTS,
         BALANCED=False,
     )  # fmt: skip
     out = Out(

@@ -62,7 +62,7 @@ def _scores(z, phase, queries, keys, ring, W: gl.constexpr, FIRST: gl.constexpr,
         tile: the kernel's :class:`attn.kernels.sparse.structures.WideTile`.
 
     Returns:
-        The scores ``[64, KEYS]``, still in flight, and the gaps ``[KEYS]`` to add to them.
+        The scores ``[64, KEYS]``, still in flight, and the gaps ``[KEYS]`` in them.
     """
     zero = gl.zeros([64, tile.KEYS], gl.float32, tile.SCORES)
     if tile.WHOLE:
@@ -83,7 +83,7 @@ def _scores(z, phase, queries, keys, ring, W: gl.constexpr, FIRST: gl.constexpr,
 def _all_scores(
     s, gap, z, phase, queries, keys, ring, W: gl.constexpr, LAST: gl.constexpr, tile
 ):  # fmt: skip
-    """Complete the scores ``s`` with half LAST of the keys, and add the gaps ``gap``.
+    """Complete the scores ``s`` with half LAST of the keys, and set those of gaps ``gap`` to -inf.
 
     ``keys`` ``[2, KEYS, 256]`` is that half of the blocks' latents in shared memory; the other
     arguments and ``s`` and ``gap`` are those of :func:`_scores`.
@@ -93,7 +93,15 @@ def _all_scores(
     q = queries.latent.index(z + LAST)
     s = warpgroup_mma(q, keys.index(z + W).permute((1, 0)), s, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
-    return s + gap[None, :]
+    if tile.TOKENS > 1:
+        # Bit i of a key's gap is set where token i lists it. Gaps are loaded anew, since registers
+        # would hold the terms of all rows while the products run.
+        gap = ring.gaps.index(z + W).load(gl.SliceLayout(0, tile.SCORES))
+        token = gl.arange(0, 64, layout=gl.SliceLayout(1, tile.SCORES)) // (64 // tile.TOKENS)
+        s = gl.where(((gap[None, :] >> token[:, None]) & 1) != 0, s, float("-inf"))
+    else:
+        s = s + gap[None, :]
+    return s
 
 
 @gluon.jit
@@ -320,7 +328,7 @@ def _sums_of_both(W: gl.constexpr, l, walks, room, tile):
 
 
 @gluon.jit
-def _write(W: gl.constexpr, state, token, head_tile, out, HEADS: gl.constexpr, tile):
+def _write(W: gl.constexpr, state, piece, out, division, tile):
     """Write the LSE and the warp group's columns of the output of a tile of heads.
 
     ``state`` has maxima ``[64]``, sums ``[64]`` and these columns ``[64, 256]``.
@@ -329,8 +337,7 @@ def _write(W: gl.constexpr, state, token, head_tile, out, HEADS: gl.constexpr, t
     WRITES_LSE: gl.constexpr = out.LSE and W == 0
     most, sums = state.m, state.l
     place = gl.arange(0, 64, layout=gl.SliceLayout(1, OUTPUT)) + opaque_zero()
-    head = head_tile * BLOCK + place
-    wanted = head < HEADS
+    token, head, wanted = division.row_of(place, piece.token, piece.head_tile)
     # This runs once for a list and waits for its instructions to be fetched, so the code is kept
     # short.
     some = most > float("-inf")
@@ -338,14 +345,14 @@ def _write(W: gl.constexpr, state, token, head_tile, out, HEADS: gl.constexpr, t
     if out.SINKS:
         most, sums, by = with_sinks(some, most, sums, head, wanted, out.sinks_ptr)
     if WRITES_LSE:
-        write_lse(some, most, sums, token + place * 0, head, wanted, out.lse_ptr, out.lse_token)
+        write_lse(some, most, sums, token, head, wanted, out.lse_ptr, out.lse_token)
     by /= gl.where(some, sums, 1.0)
     columns = side_by_side((state.acc * by[:, None]).to(tile.DTYPE))
     ROWS: gl.constexpr = columns.type.layout
     place = gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS)) + opaque_zero()
-    head = head_tile * BLOCK + place
+    token, head, wanted = division.row_of(place, piece.token, piece.head_tile)
     at = token.to(gl.int64) * out.out_token + head * out.out_head
-    store_side_by_side(columns, at, head < HEADS, W * HALF, out.out_ptr)
+    store_side_by_side(columns, at, wanted, W * HALF, out.out_ptr)
 
 
 @gluon.jit
@@ -385,4 +392,4 @@ def consume_listed(
                     opaque_zero(), W, BLOCK,
                 )  # fmt: skip
         elif writes:
-            _write(W, state, piece.token, piece.head_tile, out, division.HEADS, tile)
+            _write(W, state, piece, out, division, tile)

@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from attn.kernels.lang.compat import async_copy, async_gather, reinterpret, thread_barrier
-from attn.kernels.sparse.hopper_wide.parts import HALF, UNIT, listed
+from attn.kernels.sparse.hopper_wide.parts import HALF, UNIT, gaps_of, ids_of, listed
 from attn.kernels.sparse.listed_rows import E4M3_TO_BF16
 
 STORED_BLOCKS = tl.constexpr(3)
@@ -126,7 +126,7 @@ def _load_scales(memory, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def begin_rows(mine, first, end, count, rows, stored, KEYS: gl.constexpr):
+def begin_rows(mine, first, end, count, rows, stored, tile):
     """Start copying the first two blocks of a list.
 
     This comes before the queries of the list are loaded, since those wait until the consumers are
@@ -138,11 +138,12 @@ def begin_rows(mine, first, end, count, rows, stored, KEYS: gl.constexpr):
         count: int32, blocks that the program has converted before.
         rows: the cache's :class:`attn.kernels.sparse.structures.LatentRows`.
         stored: the :class:`attn.kernels.sparse.structures.StoredBlocks`.
-        KEYS: keys of a block.
+        tile: the kernel's :class:`attn.kernels.sparse.structures.WideTile`.
 
     Returns:
         The entries of five blocks, each ``[KEYS]`` int32.
     """
+    KEYS: gl.constexpr = tile.KEYS
     # Entries are loaded two blocks before they are needed: loads queue behind copies.
     ids0 = listed(mine, first, end, KEYS, _COPIED)
     ids1 = listed(mine, first + KEYS, end, KEYS, _COPIED)
@@ -154,7 +155,7 @@ def begin_rows(mine, first, end, count, rows, stored, KEYS: gl.constexpr):
     thread_barrier()
     for i in gl.static_range(_AHEAD):
         place = (count + i) % STORED_BLOCKS
-        ids = (ids0, ids1)[i]
+        ids = ids_of((ids0, ids1)[i], tile.TOKENS)
         starts = words_ptr + rows.offsets(ids) * (UNIT // 4)
         _copy_words(ids, starts, stored.left.index(place), 0, _COPY)
         _copy_rest(ids, starts, place, rows, stored, _COPY)
@@ -162,14 +163,14 @@ def begin_rows(mine, first, end, count, rows, stored, KEYS: gl.constexpr):
 
 
 @gluon.jit
-def dequantise_rows(ids, mine, end, piece, turn, count, rows, ring, stored, KEYS: gl.constexpr):
+def dequantise_rows(entries, mine, end, piece, turn, count, rows, ring, stored, tile):
     """Convert listed rows of e4m3, block after block; :func:`begin_rows` comes first.
 
     The copies of two blocks are in flight all the time. Words are loaded into registers half a
     block before they are converted.
 
     Args:
-        ids: the entries of the first five blocks, as :func:`begin_rows` returns them.
+        entries: the entries of the first five blocks, as :func:`begin_rows` returns them.
         mine: pointer to the list.
         end: int32, the entry of the list after the last.
         piece: the piece of work.
@@ -178,11 +179,12 @@ def dequantise_rows(ids, mine, end, piece, turn, count, rows, ring, stored, KEYS
         rows: the cache's :class:`attn.kernels.sparse.structures.LatentRows`.
         ring: the :class:`attn.kernels.sparse.structures.WideRing`.
         stored: the :class:`attn.kernels.sparse.structures.StoredBlocks`.
-        KEYS: keys of a block.
+        tile: the kernel's :class:`attn.kernels.sparse.structures.WideTile`.
 
     Returns:
         The tiles and the blocks that the program has converted now.
     """
+    KEYS: gl.constexpr = tile.KEYS
     WORDS: gl.constexpr = _words_of(KEYS)
     SHAPE: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     left = reinterpret(ring.left, gl.int32, [2, KEYS, 128], SHAPE)
@@ -192,12 +194,13 @@ def dequantise_rows(ids, mine, end, piece, turn, count, rows, ring, stored, KEYS
     async_copy.wait_group(_AHEAD - 1)
     thread_barrier()
     words = _load_half(stored.left.index(count % STORED_BLOCKS), WORDS)
-    for tile in range(piece.low, piece.high):
+    for step in range(piece.low, piece.high):
         for b in gl.static_range(2):
-            first = tile * (2 * KEYS) + b * KEYS
+            first = step * (2 * KEYS) + b * KEYS
             place = (count + _AHEAD) % STORED_BLOCKS
-            starts = words_ptr + rows.offsets(ids[2]) * (UNIT // 4)
-            _copy_words(ids[2], starts, stored.left.index(place), 0, _COPY)
+            ids = ids_of(entries[2], tile.TOKENS)
+            starts = words_ptr + rows.offsets(ids) * (UNIT // 4)
+            _copy_words(ids, starts, stored.left.index(place), 0, _COPY)
             f0, f1, f2, f3 = _load_scales(
                 stored.scales.index(count % STORED_BLOCKS), gl.SliceLayout(1, WORDS)
             )
@@ -208,7 +211,7 @@ def dequantise_rows(ids, mine, end, piece, turn, count, rows, ring, stored, KEYS
             second = _load_half(stored.right.index(count % STORED_BLOCKS), WORDS)
             # One store, since threads would wait for each other between two.
             left.index(b).store(wide_left)
-            _copy_rest(ids[2], starts, place, rows, stored, _COPY)
+            _copy_rest(ids, starts, place, rows, stored, _COPY)
             async_copy.wait_group(_AHEAD - 1)
             thread_barrier()
             wide_right = _dequantised(second, f2, f3)
@@ -219,9 +222,9 @@ def dequantise_rows(ids, mine, end, piece, turn, count, rows, ring, stored, KEYS
             right.index(b).store(wide_right)
             words = _load_half(stored.left.index(count % STORED_BLOCKS), WORDS)
             rope.index(b).store(rotary)
-            ring.gaps.index(b).store(gl.where(ids[0] >= 0, 0.0, float("-inf")))
+            ring.gaps.index(b).store(gaps_of(entries[0], tile.TOKENS))
             after = listed(mine, first + 5 * KEYS, end, KEYS, _COPIED)
-            ids = (ids[1], ids[2], ids[3], ids[4], after)
+            entries = (entries[1], entries[2], entries[3], entries[4], after)
             # Make the stores visible to the products, which read through another proxy.
             fence_async_shared()
             mbarrier.arrive(ring.full.index(b), count=1)

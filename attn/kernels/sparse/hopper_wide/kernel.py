@@ -38,7 +38,7 @@ from attn.kernels.sparse.structures import (
 
 @gluon.jit(
     do_not_specialize=[
-        *("ids_row", "topk", "total"),
+        *("ids_row", "topk", "tokens"),
         *("query_token", "query_head", "rotary_token", "rotary_head"),
     ],
     do_not_specialize_on_alignment=["ids_ptr", "lens_ptr", "lse_ptr", "sinks_ptr", "counters_ptr"],
@@ -57,12 +57,13 @@ def hopper_sparse_kernel(
     counters_ptr,
     ids_row,
     topk,
-    total,
+    tokens,
     scale,
     query_token,
     query_head,
     rotary_token,
     rotary_head,
+    TOKENS: gl.constexpr,
     HEADS: gl.constexpr,
     HEAD_TILES: gl.constexpr,
     SEGMENT: gl.constexpr,
@@ -87,8 +88,10 @@ def hopper_sparse_kernel(
 ):
     """Attention over listed rows; grid ``(programs,)``.
 
-    There are ``total = T * PARTS * HEAD_TILES`` pieces of work, and a program takes every
-    ``programs``-th of them. With BALANCED, every program instead takes the same number of tiles,
+    There are ``T * PARTS * HEAD_TILES`` pieces of work for ``tokens`` T, and a program takes every
+    ``programs``-th of them. With TOKENS above 1 there is a piece for each TOKENS tokens instead:
+    lists and their lengths are then those of joint lists, ``[cdiv(T, TOKENS), topk]``, while
+    queries, output and LSE are of tokens. With BALANCED, every program instead takes the same number of tiles,
     and a list may lie in two programs, which combine their states in
     :mod:`attn.kernels.sparse.hopper_wide.finish`.
 
@@ -109,7 +112,7 @@ def hopper_sparse_kernel(
         ROW_UNITS=ROW_UNITS, ROPE_AT=ROPE_AT, SCALES_AT=SCALES_AT,
     )  # fmt: skip
     division = Division(
-        total=total, HEADS=HEADS, HEAD_TILES=HEAD_TILES, SEGMENT=SEGMENT, PARTS=PARTS,
+        tokens=tokens, TOKENS=TOKENS, HEADS=HEADS, HEAD_TILES=HEAD_TILES, SEGMENT=SEGMENT, PARTS=PARTS,
         BALANCED=BALANCED,
     )  # fmt: skip
     out = Out(
@@ -128,8 +131,8 @@ def hopper_sparse_kernel(
     m_first = gl.allocate_shared_memory(gl.float32, [64], FLAT)
     m_second = gl.allocate_shared_memory(gl.float32, [64], FLAT)
     sums_of = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
-    # Terms added to the scores of either block: -inf for entries that list no row, else 0.
-    gaps = gl.allocate_shared_memory(gl.float32, [2, KEYS], FLAT)
+    # Which entries of either block list rows, and with joint lists for which tokens.
+    gaps = gl.allocate_shared_memory(gl.int32 if TOKENS > 1 else gl.float32, [2, KEYS], FLAT)
     stored = StoredBlocks(left=gaps, right=gaps, rope=gaps, scales=gaps)
     if SCALED:
         # Blocks as the cache stores them, before conversion: left half, right half, rope, scales.
@@ -166,7 +169,7 @@ def hopper_sparse_kernel(
     mbarrier.init(q_full.index(0), count=THREADS)
     mbarrier.init(q_empty.index(0), count=2)
     tile = WideTile(
-        KEYS=KEYS, DTYPE=DTYPE, EARLY=EARLY, WHOLE=SCALED,
+        KEYS=KEYS, DTYPE=DTYPE, EARLY=EARLY, WHOLE=SCALED, TOKENS=TOKENS,
         SCORES=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16]),
         OUTPUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16]),
     )  # fmt: skip

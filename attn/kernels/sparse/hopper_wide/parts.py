@@ -50,7 +50,7 @@ def _share(topk, division, KEYS: gl.constexpr):
         this program among them.
     """
     TILE: gl.constexpr = 2 * KEYS
-    tokens = division.total // division.HEAD_TILES
+    tokens = division.tokens
     groups = gl.minimum(gl.num_programs(0) // division.HEAD_TILES, tokens)
     group = gl.program_id(0) // division.HEAD_TILES
     dealt = groups + tokens % groups
@@ -66,13 +66,13 @@ def works_of(topk, division, KEYS: gl.constexpr):
         begin, end, dealt, groups, group = _share(topk, division, KEYS)
         each = (topk + (TILE - 1)) // TILE
         count = (end - 1) // each - begin // each + 1
-        count += (division.total // division.HEAD_TILES - dealt) // groups
+        count += (division.tokens - dealt) // groups
         first = 0
         last = gl.where(group < groups, count, 0)
         step = 1
     else:
         first = gl.program_id(0)
-        last = division.total
+        last = division.pieces()
         step = gl.num_programs(0)
     return first, last, step
 
@@ -125,6 +125,41 @@ def listed(ids_ptr, first, length, KEYS: gl.constexpr, LAYOUT: gl.constexpr):
     # Hidden from the compiler, which would compute a thread's place in a list early and spill it.
     at = first + opaque_zero() + gl.arange(0, KEYS, layout=LAYOUT)
     return gl.load(ids_ptr + at, mask=at < length, other=-1)
+
+
+@gluon.jit
+def ids_of(entries, TOKENS: gl.constexpr):
+    """The listed rows of entries of a list; -1 where an entry lists none.
+
+    In an entry of a joint list of several TOKENS, the TOKENS highest bits say which of them list
+    the row. They are never all set in an entry of -1, since no row has the number that is left.
+    """
+    ids = entries
+    if TOKENS > 1:
+        ids = gl.where(entries == -1, -1, entries & ((1 << (32 - TOKENS)) - 1))
+    return ids
+
+
+@gluon.jit
+def lists_row(entries, TOKENS: gl.constexpr):
+    """Whether entries of a list list a row."""
+    if TOKENS > 1:
+        there = entries != -1
+    else:
+        there = entries >= 0
+    return there
+
+
+@gluon.jit
+def gaps_of(entries, TOKENS: gl.constexpr):
+    """What consumers are told of entries, as :class:`attn.kernels.sparse.structures.WideRing`
+    says.
+    """
+    if TOKENS > 1:
+        members = gl.where(entries == -1, 0, entries >> (32 - TOKENS))
+    else:
+        members = gl.where(entries >= 0, 0.0, float("-inf"))
+    return members
 
 
 @gluon.jit

@@ -13,10 +13,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from attn.kernels.lang.compat import arrive_behind_gathers, async_gather
 from attn.kernels.sparse.hopper_wide.dequantise import begin_rows, dequantise_rows
 from attn.kernels.sparse.hopper_wide.parts import (
-    BLOCK,
     HALF,
     UNIT,
+    gaps_of,
+    ids_of,
     listed,
+    lists_row,
     units_at,
     work_at,
     works_of,
@@ -24,12 +26,12 @@ from attn.kernels.sparse.hopper_wide.parts import (
 
 
 @gluon.jit
-def _gather_queries(query, token, head_tile, queries, HEADS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Copy the queries of a tile of heads to shared memory; zeros past the last head."""
+def _gather_queries(query, piece, queries, division, LAYOUT: gl.constexpr):
+    """Copy the queries of a tile of heads to shared memory; zeros where there is no head."""
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
-    head = head_tile * BLOCK + row
-    wanted = (head < HEADS)[:, None] & (column >= 0)[None, :]
+    token, head, there = division.row_of(row, piece.token, piece.head_tile)
+    wanted = there[:, None] & (column >= 0)[None, :]
     start = units_at(token, head, query.query_token, query.query_head)
     at = query.query_ptr + start[:, None] + column[None, :]
     for i in gl.static_range(8):
@@ -63,22 +65,23 @@ def _gather_block(
 
 @gluon.jit
 def _gather_rope(
-    ids, starts, turn, ring, ROPE_AT: gl.constexpr, BLOCK_OF: gl.constexpr, LAYOUT: gl.constexpr
-):
+    entries, starts, turn, ring, ROPE_AT: gl.constexpr, BLOCK_OF: gl.constexpr,
+    TOKENS: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
     """Copy a block's rotary part and store its gaps, whose buffer is free when the rope's is.
 
-    ``ids`` ``[KEYS]`` are the listed rows, and ``starts`` ``[KEYS]`` are pointers to them.
+    ``entries`` ``[KEYS]`` are those of the list, and ``starts`` ``[KEYS]`` are pointers to rows.
     """
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
     at = starts[:, None] + column[None, :] + ROPE_AT // 2
-    there = (ids >= 0)[:, None] & (column >= 0)[None, :]
+    there = lists_row(entries, TOKENS)[:, None] & (column >= 0)[None, :]
     _gather_block(at, there, turn, ring, ring.rope, BLOCK_OF, BLOCK_OF, BLOCK_OF)
-    ring.gaps.index(BLOCK_OF).store(gl.where(ids >= 0, 0.0, float("-inf")))
+    ring.gaps.index(BLOCK_OF).store(gaps_of(entries, TOKENS))
     mbarrier.arrive(ring.full.index(BLOCK_OF), count=1)
 
 
 @gluon.jit
-def _copy_rows(mine, piece, turn, rows, ring, KEYS: gl.constexpr, LAYOUT: gl.constexpr):
+def _copy_rows(mine, piece, turn, rows, ring, tile, LAYOUT: gl.constexpr):
     """Copy listed rows of 16 bits, block after block.
 
     The halves of a block come in the order in which their buffers become free.
@@ -89,28 +92,32 @@ def _copy_rows(mine, piece, turn, rows, ring, KEYS: gl.constexpr, LAYOUT: gl.con
         turn: int32, tiles that the program has copied before.
         rows: the cache's :class:`attn.kernels.sparse.structures.LatentRows`.
         ring: the :class:`attn.kernels.sparse.structures.WideRing`.
-        KEYS: keys of a block.
+        tile: the kernel's :class:`attn.kernels.sparse.structures.WideTile`.
         LAYOUT: layout of the elements that threads copy.
 
     Returns:
         The tiles that the program has copied now.
     """
+    KEYS: gl.constexpr = tile.KEYS
     ring = ring.in_halves()
     column = gl.arange(0, HALF, layout=gl.SliceLayout(0, LAYOUT))
     ahead = listed(mine, piece.low * (2 * KEYS), piece.length, KEYS, gl.SliceLayout(1, LAYOUT))
-    for tile in range(piece.low, piece.high):
+    for step in range(piece.low, piece.high):
         for b in gl.static_range(2):
-            ids = ahead
+            entries = ahead
+            ids = ids_of(entries, tile.TOKENS)
             starts = rows.latent_ptr + rows.offsets(ids) * (UNIT // 2)
-            _gather_rope(ids, starts, turn, ring, rows.ROPE_AT, b, LAYOUT)
+            _gather_rope(
+                entries, starts, turn, ring, rows.ROPE_AT, b, tile.TOKENS, LAYOUT
+            )
             # The next entries are loaded after a wait and before most copies: a use of loaded
             # entries waits for all loads before it, and loads queue behind copies. Entries past
             # the end of the part are not used.
-            after = tile * (2 * KEYS) + (b + 1) * KEYS
+            after = step * (2 * KEYS) + (b + 1) * KEYS
             ahead = listed(mine, after, piece.length, KEYS, gl.SliceLayout(1, LAYOUT))
             # Fields are addressed by offset in a row, which keeps fewer pointers in registers.
             at = starts[:, None] + column[None, :]
-            there = (ids >= 0)[:, None] & (column >= 0)[None, :]
+            there = lists_row(entries, tile.TOKENS)[:, None] & (column >= 0)[None, :]
             if b == 0:
                 _gather_block(at, there, turn, ring, ring.left, 0, 2, 2)
                 _gather_block(at + HALF, there, turn, ring, ring.right, 0, 4, 4)
@@ -140,13 +147,15 @@ def produce_listed(query, lists, rows, queries, ring, stored, division, tile):
             mine = lists.of(piece.token)
             if tile.WHOLE:
                 end = gl.minimum(piece.length, piece.high * (2 * KEYS))
-                ids = begin_rows(mine, piece.low * (2 * KEYS), end, count, rows, stored, KEYS)
+                entries = begin_rows(
+                    mine, piece.low * (2 * KEYS), end, count, rows, stored, tile
+                )
             mbarrier.wait(queries.empty, (walks & 1) ^ 1)
-            _gather_queries(query, piece.token, piece.head_tile, queries, division.HEADS, LAYOUT)
+            _gather_queries(query, piece, queries, division, LAYOUT)
             walks += 1
             if tile.WHOLE:
                 turn, count = dequantise_rows(
-                    ids, mine, end, piece, turn, count, rows, ring, stored, KEYS
+                    entries, mine, end, piece, turn, count, rows, ring, stored, tile
                 )
             else:
-                turn = _copy_rows(mine, piece, turn, rows, ring, KEYS, LAYOUT)
+                turn = _copy_rows(mine, piece, turn, rows, ring, tile, LAYOUT)

@@ -1,0 +1,78 @@
+"""The listed keys of neighbouring tokens, each of them once, as one list."""
+
+from __future__ import annotations
+
+import torch
+
+from attn.ops.dispatch import has_kernel
+from attn.reference import joint_lists as reference
+from builders.sparse.arguments import JointLists, TopkLists
+from specs.base import cdiv
+
+MOST_TOKENS = 8
+"""Most tokens whose lists are joined."""
+
+
+def join_lists(
+    lists: TopkLists, block_table: torch.Tensor, block_size: int, joint: JointLists
+) -> None:
+    """Join the lists of every few neighbouring tokens; one launch.
+
+    Entries come by rising position, request after request. A position that a token lists twice
+    counts once. A position that a token does not see is left out.
+
+    Args:
+        lists: the positions; tokens of a request are neighbours.
+        block_table: ``[R, max_blocks]`` int32.
+        block_size: tokens of a block.
+        joint: its entries and counts are written. The cache has fewer than ``2 ** (32 - tokens)``
+            rows.
+
+    Raises:
+        ValueError: tensors that do not fit together, or lists of which a rank keeps a part.
+    """
+    _check(lists, block_table, joint)
+    if len(joint.entries) == 0:
+        return
+    if has_kernel(joint.entries):
+        from attn.kernels.sparse.joint_lists import join_lists_call
+        from builders.launch.launcher import launch
+
+        launch(join_lists_call(lists, block_table, block_size, joint))
+        return
+    reference.join_lists(lists, block_table, block_size, joint)
+
+
+def _check(lists: TopkLists, block_table: torch.Tensor, joint: JointLists) -> None:
+    ids, tokens = lists.ids, joint.tokens
+    if tokens not in (2, 4, MOST_TOKENS):
+        raise ValueError(f"tokens must be 2, 4 or {MOST_TOKENS}, got {tokens}")
+    if lists.stripe is not None:
+        raise ValueError("lists must be of a rank that has all keys, got a stripe of them")
+    if ids.dim() != 2 or ids.dtype != torch.int32 or ids.stride(-1) != 1:
+        raise ValueError(
+            f"ids must be [T, topk] int32 with dense rows, got {list(ids.shape)} of {ids.dtype} in "
+            f"strides {ids.stride()}"
+        )
+    rows, topk = ids.shape
+    groups = cdiv(rows, tokens)
+    wanted = {
+        "visible_lens": (lists.visible_lens, [rows]),
+        "reqs": (lists.reqs, [rows]),
+        "entries": (joint.entries, [groups, tokens * topk]),
+        "counts": (joint.counts, [groups]),
+        "marks": (joint.marks, [len(joint.marks), cdiv(tokens, 4), joint.marks.shape[-1]]),
+    }
+    for name, (tensor, shape) in wanted.items():
+        if [*tensor.shape] != shape or tensor.dtype != torch.int32 or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} must be contiguous int32 {shape}, got {list(tensor.shape)} of "
+                f"{tensor.dtype} in strides {tensor.stride()}"
+            )
+    if block_table.dtype != torch.int32 or (
+        block_table.shape[-1] > 1 and block_table.stride(-1) != 1
+    ):
+        raise ValueError(
+            f"block_table must be int32 with dense rows, got {block_table.dtype} in strides "
+            f"{block_table.stride()}"
+        )
