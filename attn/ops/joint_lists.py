@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from attn.ops.dispatch import has_kernel
+from attn.ops.topk_transform import check_positions
 from attn.reference import joint_lists as reference
+from builders.checks.debug import debug_enabled
 from builders.sparse.arguments import JointLists, TopkLists
+from builders.sparse.joint import MOST_JOINED
 from specs.base import cdiv
-
-MOST_TOKENS = 8
-"""Most tokens whose lists are joined."""
 
 
 def join_lists(
@@ -29,9 +29,12 @@ def join_lists(
             rows.
 
     Raises:
-        ValueError: tensors that do not fit together, or lists of which a rank keeps a part.
+        ValueError: tensors that do not fit together, or lists of which a rank keeps a part; in
+            debug mode also a position that a row with keys does not see.
     """
     _check(lists, block_table, joint)
+    if debug_enabled():
+        check_positions(lists)
     if len(joint.entries) == 0:
         return
     if has_kernel(joint.entries):
@@ -43,10 +46,33 @@ def join_lists(
     reference.join_lists(lists, block_table, block_size, joint)
 
 
+def can_join(
+    joint: JointLists, query: torch.Tensor, rotary: torch.Tensor, kv_cache: torch.Tensor
+) -> bool:
+    """Whether the kernel that attends joint lists reads these tensors.
+
+    Their rows start at multiples of the bytes that a thread copies, and the numbers of the cache's
+    rows leave the highest bits of an entry free.
+
+    Args:
+        joint: room for the lists.
+        query: ``[T, H, L]``.
+        rotary: ``[T, H, r]``.
+        kv_cache: ``[N, P, row]``.
+    """
+    if not has_kernel(query):
+        return False
+    # Imported late: the module needs Gluon, which other GPUs can do without.
+    from attn.kernels.sparse.hopper_launch import is_aligned
+
+    rows = kv_cache.shape[0] * kv_cache.shape[1]
+    return rows < (1 << (32 - joint.tokens)) and is_aligned(query, rotary, kv_cache)
+
+
 def _check(lists: TopkLists, block_table: torch.Tensor, joint: JointLists) -> None:
     ids, tokens = lists.ids, joint.tokens
-    if tokens not in (2, 4, MOST_TOKENS):
-        raise ValueError(f"tokens must be 2, 4 or {MOST_TOKENS}, got {tokens}")
+    if tokens not in (2, 4, MOST_JOINED):
+        raise ValueError(f"tokens must be 2, 4 or {MOST_JOINED}, got {tokens}")
     if lists.stripe is not None:
         raise ValueError("lists must be of a rank that has all keys, got a stripe of them")
     if ids.dim() != 2 or ids.dtype != torch.int32 or ids.stride(-1) != 1:

@@ -48,7 +48,7 @@ def transform_topk(
     """
     _check(lists, kind, out, block_table, offsets, slots, counts)
     if debug_enabled():
-        _check_ids(lists.ids, lists.visible_lens)
+        check_positions(lists)
     if len(out) == 0:
         return
     if has_kernel(out):
@@ -107,8 +107,13 @@ def _check(
             )
 
 
-def _check_ids(ids: torch.Tensor, visible_lens: torch.Tensor) -> None:
-    """Refuse positions that a row does not see; for debug mode, since it reads device values."""
+def check_positions(lists: TopkLists) -> None:
+    """Refuse positions that a row does not see; for debug mode, since it reads device values.
+
+    Raises:
+        ValueError: a row with keys lists a position that is not there.
+    """
+    ids, visible_lens = lists.ids, lists.visible_lens
     wrong = ((ids < -1) | (ids >= visible_lens[:, None])) & (visible_lens[:, None] > 0)
     if bool(wrong.any()):
         row, column = (int(index) for index in torch.nonzero(wrong)[0])

@@ -117,17 +117,22 @@ def sparse_kernel_of(
 
 
 def usual_options(shape: SparseShape) -> HopperOptions:
-    """The Hopper kernel's options, except in benchmarks that measure others.
+    """The Hopper kernel's options, except in benchmarks that measure others."""
+    is_native = shape.layout is LatentFormat.BF16
+    if shape.num_heads <= MOST_NARROW_HEADS:
+        return NarrowSparseTile(224, 56) if is_native else NarrowSparseTile()
+    return wide_options(shape)
+
+
+def wide_options(shape: SparseShape) -> HopperSparseTile:
+    """Options of the Hopper kernel for many heads.
 
     A warp group that dequantises e4m3 needs registers, more than one that multiplies can spare, and
     its blocks come late. So over quantised rows the producer has more registers, and the kernel for
     many heads gives blocks back ``early``: `dec_656_h128_b128` took 232 us without ``early``, and
     222 us with it.
     """
-    is_native = shape.layout is LatentFormat.BF16
-    if shape.num_heads <= MOST_NARROW_HEADS:
-        return NarrowSparseTile(224, 56) if is_native else NarrowSparseTile()
-    if is_native:
+    if shape.layout is LatentFormat.BF16:
         return HopperSparseTile()
     return HopperSparseTile(early=True, second_registers=200, producer_registers=104)
 

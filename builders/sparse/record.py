@@ -13,6 +13,7 @@ import torch
 from builders.base import AttentionMetadata
 from builders.latent.prefill import LatentContext, LatentPrefill
 from builders.sparse.choice import PhasePlan, SparsePlan
+from builders.sparse.joint import JointRows
 from builders.sparse.launches import SparseLaunch
 from builders.sparse.rows import RowLengths
 from builders.sparse.vendor_calls import PlannedCalls
@@ -80,6 +81,9 @@ class SparseRows:
     """How the library's own kernel is launched; None where a vendor's kernel takes all rows."""
     planned: PlannedCalls | None = None
     """Objects that all layers' calls of a vendor's kernel share in this step; None without one."""
+    joint: JointRows | None = None
+    """How the rows attend together where neighbouring tokens share a tile of heads; None where each
+    attends alone. The impl takes the rows alone where the tensors do not allow more."""
     stripe: Stripe | None = None
     """Under DCP, the keys that this rank keeps: the block table is that of these keys, while
     ``seq_lens`` and ``lengths`` count the keys of all ranks. None where the rank has all keys."""

@@ -35,6 +35,7 @@ from builders.sparse.choice import (
     setup_of,
 )
 from builders.sparse.hopper_tiles import HopperOptions, sparse_kernel_of
+from builders.sparse.joint import MOST_JOINED, JointPrefill, JointRows, joint_tokens
 from builders.sparse.launches import SparseLaunch, SparseLaunches
 from builders.sparse.record import RowChunk, ShortPrefill, SparseMLAMetadata, SparseRows
 from builders.sparse.rows import RowLengths, chunk_slots, context_slots, fill_rows
@@ -110,6 +111,8 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
             )
         # Launches of the library's own kernel; None where no phase may come to it.
         self._launches: SparseLaunches | None = None
+        # None where no prompt's tokens attend together.
+        self._joint: JointPrefill | None = None
         own = [plan for plan in self._plans if plan.kernel in OWN_LAUNCHES]
         if own:
             self._launches = self._own_launches(own)
@@ -140,6 +143,10 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
         most = self._most_rows if SparsePhase.PREFILL in phases else decodes
         is_invariant = self.vllm_config.batch_invariant
         hopper = {phase: self._hopper_of(phase, shape) for phase in phases}
+        tokens = joint_tokens(shape, hopper.get(SparsePhase.PREFILL))
+        if tokens > 1 and self.stripe is None:
+            gpu = device_facts(self.device)
+            self._joint = JointPrefill(shape, tokens, gpu.num_multiprocessors, self.buffers)
         return SparseLaunches(shape, most, is_invariant, hopper, self.buffers)
 
     def _hopper_of(self, phase: SparsePhase, shape: SparseShape) -> HopperOptions | None:
@@ -162,7 +169,9 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
         buffers, rows = self.buffers, self._most_rows
         for name in ("reqs", "visible_lens", "topk_lens"):
             buffers.declare(name, (rows,), torch.int32)
-        buffers.declare("indices", (rows * self._width,), torch.int32, fill=-1)
+        # The last of joint lists may be of fewer tokens than it has room for.
+        room = (rows + MOST_JOINED) * self._width
+        buffers.declare("indices", (room,), torch.int32, fill=-1)
         if not all(plan.skips_minus_one for plan in self._plans):
             buffers.declare("counts", (rows,), torch.int32)
         room = max((self._bytes_for(plan) for plan in self._plans), default=0)
@@ -317,8 +326,10 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
             if rows.launch is not None:
                 assert self._launches is not None
                 launches = self._launches.variants(plan.phase)
-            for launch in launches:
-                given = replace(rows, launch=launch)
+            ways = [replace(rows, launch=launch) for launch in launches]
+            if is_prefill and self._joint is not None:
+                ways.append(replace(rows, joint=self._joint.rows(0, count)))
+            for given in ways:
                 if is_prefill:
                     step = SparsePlan(ForwardMode.EXTEND, None, plan)
                     yield (
@@ -485,6 +496,7 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
             converted_row=row,
             planned=self._calls.plan(plan, indices),
             launch=self._launch(plan, count),
+            joint=self._joint_rows(plan, first_token, count, bounds),
             stripe=self.stripe,
         )
         self._fill(rows)
@@ -500,6 +512,16 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
         if plan.kernel not in OWN_LAUNCHES or self._launches is None:
             return None
         return self._launches.of(count, plan.phase)
+
+    def _joint_rows(
+        self, plan: PhasePlan, first: int, count: int, bounds: list[int]
+    ) -> JointRows | None:
+        """How the rows of prompts attend together; None where each attends alone."""
+        if self._joint is None or plan.phase is not SparsePhase.PREFILL:
+            return None
+        if plan.kernel is not SparseKernel.TRITON_SPARSE or not self._joint.serves(count, bounds):
+            return None
+        return self._joint.rows(first, count)
 
     def _fill(self, rows: SparseRows) -> None:
         fill_rows(

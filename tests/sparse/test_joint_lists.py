@@ -114,7 +114,9 @@ def test_lists_that_do_not_fit_are_refused() -> None:
         join_lists(lists._replace(stripe=Stripe(2, 0, 1)), ids, P, joint)
     with pytest.raises(ValueError, match=r"ids must be \[T, topk\] int32 with dense rows"):
         join_lists(lists._replace(ids=ids.long()), ids, P, joint)
-    with pytest.raises(ValueError, match=r"entries must be contiguous int32 \[2, 8\], got \[2, 7\]"):
+    with pytest.raises(
+        ValueError, match=r"entries must be contiguous int32 \[2, 8\], got \[2, 7\]"
+    ):
         join_lists(lists, ids, P, joint._replace(entries=joint.entries[:, :7]))
     with pytest.raises(ValueError, match=r"counts must be contiguous int32 \[2\]"):
         join_lists(lists, ids, P, joint._replace(counts=one.long()))

@@ -20,6 +20,7 @@ from attn.impls.sparse.vendor_calls import (
     attend_by_trtllm,
 )
 from attn.impls.warm import run_compiled
+from attn.ops.joint_lists import can_join, join_lists
 from attn.ops.latent_convert import convert_rows, rope_and_write_latent_rows, write_latent_rows
 from attn.ops.topk_transform import transform_topk
 from builders.checks.debug import debug_enabled, debug_read, debug_slots
@@ -332,19 +333,25 @@ class SparseMLAImpl(LatentImpl):
         if conversion is not None and rows.plan.index_kind is IndexKind.GATHERED:
             slots = conversion[0].slots.view_as(indices)
         ids, lengths = self.indexer.topk_indices_buffer[tokens], rows.lengths
-        transform_topk(
-            TopkLists(ids, lengths.visible_lens[part], lengths.reqs[part], rows.stripe),
-            rows.plan.index_kind,
-            indices,
-            block_table=rows.block_table,
-            block_size=rows.block_size,
-            offsets=rows.offsets,
-            slots=slots,
-            counts=lens,
-        )
+        lists = TopkLists(ids, lengths.visible_lens[part], lengths.reqs[part], rows.stripe)
+        query, rotary, out, lse = (tensor[tokens] for tensor in tensors)
+        joint, launch = rows.joint, rows.launch
+        if joint is not None and can_join(joint.lists, query, rotary, source):
+            join_lists(lists, rows.block_table, rows.block_size, joint.lists)
+            indices, lens, launch = joint.lists.entries, joint.lists.counts, joint.launch
+        else:
+            transform_topk(
+                lists,
+                rows.plan.index_kind,
+                indices,
+                block_table=rows.block_table,
+                block_size=rows.block_size,
+                offsets=rows.offsets,
+                slots=slots,
+                counts=lens,
+            )
         if conversion is not None:
             conversion[1]()
-        query, rotary, out, lse = (tensor[tokens] for tensor in tensors)
         given = (query, rotary, source, row, indices, lens, self.scale, layer._k_scale, out, lse)
         q_scale = getattr(layer, "_q_scale", None)
-        attend(SparseCall(*given, planned=rows.planned, q_scale=q_scale, launch=rows.launch))
+        attend(SparseCall(*given, planned=rows.planned, q_scale=q_scale, launch=launch))

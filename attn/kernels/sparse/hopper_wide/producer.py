@@ -107,9 +107,7 @@ def _copy_rows(mine, piece, turn, rows, ring, tile, LAYOUT: gl.constexpr):
             entries = ahead
             ids = ids_of(entries, tile.TOKENS)
             starts = rows.latent_ptr + rows.offsets(ids) * (UNIT // 2)
-            _gather_rope(
-                entries, starts, turn, ring, rows.ROPE_AT, b, tile.TOKENS, LAYOUT
-            )
+            _gather_rope(entries, starts, turn, ring, rows.ROPE_AT, b, tile.TOKENS, LAYOUT)
             # The next entries are loaded after a wait and before most copies: a use of loaded
             # entries waits for all loads before it, and loads queue behind copies. Entries past
             # the end of the part are not used.
@@ -147,9 +145,7 @@ def produce_listed(query, lists, rows, queries, ring, stored, division, tile):
             mine = lists.of(piece.token)
             if tile.WHOLE:
                 end = gl.minimum(piece.length, piece.high * (2 * KEYS))
-                entries = begin_rows(
-                    mine, piece.low * (2 * KEYS), end, count, rows, stored, tile
-                )
+                entries = begin_rows(mine, piece.low * (2 * KEYS), end, count, rows, stored, tile)
             mbarrier.wait(queries.empty, (walks & 1) ^ 1)
             _gather_queries(query, piece, queries, division, LAYOUT)
             walks += 1
