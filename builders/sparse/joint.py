@@ -25,8 +25,9 @@ from specs.rows import LatentFormat
 MOST_JOINED: Final = 8
 """Most tokens of a joint list."""
 REACH: Final = 6
-"""Most keys of a request, in lengths of a list, for which lists are joined. Lists of 2,048 keys that
-are drawn evenly from six times as many leave four tokens 7,000 keys where they list 8,192."""
+"""Most keys of a request, in lengths of a list, for which lists are joined.
+
+Four lists of 2,048 keys that are drawn evenly from six times as many name about 6,400 keys."""
 _WINDOW: Final = 4096
 """Positions that a program which joins lists marks at a time."""
 _PROGRAMS_PER_SM: Final = 4

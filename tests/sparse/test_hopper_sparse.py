@@ -30,7 +30,9 @@ from builders.sparse.hopper_tiles import (
     hopper_sparse_tile,
     sparse_kernel_of,
     usual_options,
+    wide_options,
 )
+from builders.sparse.joint import joint_tokens
 from builders.sparse.tiles import (
     HopperSparseTile,
     NarrowSparseTile,
@@ -275,6 +277,12 @@ def dequantised(words: np.ndarray, pairs: np.ndarray) -> tuple[np.ndarray, ...]:
     return halves[..., 0], halves[..., 1]
 
 
+DEQUANTISING = {
+    sparse_dequantise._SCALED.value: dequantised,
+    sparse_dequantise._PAIR.value: lambda x: x.view(np.int32),
+}
+
+
 def set_rope_to_fp16(trial: SparseTrial) -> None:
     """Store the cache's rotary parts in the type that the emulated query has."""
     case = trial.case
@@ -291,11 +299,8 @@ def test_states_of_dequantised_rows_are_the_oracles(
     """Inputs are fp16 throughout, which the launcher would refuse beside rows of bf16."""
     monkeypatch.setattr(sparse_launch, "hopper_misfit", lambda *_: None)
     monkeypatch.setattr(sparse_launch, "_multiprocessors", lambda _: 3)
-    for text, meaning in {
-        sparse_dequantise._SCALED: dequantised,
-        sparse_dequantise._PAIR: lambda x: x.view(np.int32),
-    }.items():
-        monkeypatch.setitem(gluon_in_numpy.ASSEMBLY, text.value, meaning)
+    for text, meaning in DEQUANTISING.items():
+        monkeypatch.setitem(gluon_in_numpy.ASSEMBLY, text, meaning)
     translation = gluon_in_numpy.Translation()
     calls = gluon_in_numpy.take_over(monkeypatch, hopper_sparse_kernel, translation)
     if is_late:
@@ -305,6 +310,102 @@ def test_states_of_dequantised_rows_are_the_oracles(
         set_rope_to_fp16(trial)
         assert trial.misses(*launched(trial, tile)) == {}, name
     assert len(calls) == len(tiles_of(case))
+
+
+# -- Tokens that attend together, over joint lists.
+
+JOINT = {
+    "16 heads": (4, SparseCase(BF16, 16, (300, 0, 1, 129, 64, 200), 300, 512, 64)),
+    "8 heads": (8, SparseCase(BF16, 8, (5, 0, 256, 100, 99, 98, 97, 96, 130), 256, 512, 64)),
+    "20 heads, sinks": (2, SparseCase(BF16, 20, (200, 5, 7), 200, 512, 64, sinks=True)),
+    "5 heads, padded": (4, SparseCase(BF16, 5, (130, 131, 0), 131, 512, 64, padded_blocks=True)),
+    "no keys": (4, SparseCase(BF16, 16, (0, 0, 0, 0, 0), 64, 512, 64)),
+    "scaled, 16 heads": (4, SparseCase(SCALED, 16, (300, 0, 1, 129, 64), 300, 512, 64)),
+    "scaled, 6 heads": (8, SparseCase(SCALED, 6, (70,) * 9, 70, 512, 64, padded_blocks=True)),
+}
+
+
+def joint_lists(trial: SparseTrial, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The trial's lists joined, in no order, and their lengths; wild entries past the lengths.
+
+    A joint list has a row once: of rows that a token lists several times, all but one leave the
+    trial's lists.
+    """
+    random = torch.Generator().manual_seed(7)
+    case = trial.case
+    groups = -(-len(case.lens) // tokens)
+    entries = torch.full((groups, tokens * case.topk), 2**30 - 1, dtype=torch.int32)
+    counts = torch.zeros(groups, dtype=torch.int32)
+    for group in range(groups):
+        members: dict[int, int] = {}
+        for bit, row in enumerate(range(group * tokens, min((group + 1) * tokens, len(case.lens)))):
+            seen: set[int] = set()
+            for place, listed in enumerate(trial.indices[row, : case.lens[row]].tolist()):
+                if listed < 0 or listed in seen:
+                    trial.indices[row, place] = -1
+                    continue
+                seen.add(listed)
+                members[listed] = members.get(listed, 0) | 1 << bit
+        packed = [slot | bits << (32 - tokens) for slot, bits in members.items()]
+        mixed = torch.randperm(len(packed), generator=random).tolist()
+        signed = [(packed[at] ^ 1 << 31) - (1 << 31) for at in mixed]
+        entries[group, : len(packed)] = torch.tensor(signed, dtype=torch.int64).int()
+        counts[group] = len(packed)
+    return entries, counts
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize(("tokens", "case"), JOINT.values(), ids=JOINT)
+def test_tokens_that_attend_together_have_the_oracles_states(
+    tokens: int, case: SparseCase, is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sparse_launch, "hopper_misfit", lambda *_: None)
+    monkeypatch.setattr(sparse_launch, "_multiprocessors", lambda _: 2)
+    for text, meaning in DEQUANTISING.items():
+        monkeypatch.setitem(gluon_in_numpy.ASSEMBLY, text, meaning)
+    translation = gluon_in_numpy.Translation()
+    calls = gluon_in_numpy.take_over(monkeypatch, hopper_sparse_kernel, translation)
+    if is_late:
+        gluon_in_numpy.delay(monkeypatch)
+    trial = SparseTrial(case)
+    if case.layout is SCALED:
+        set_rope_to_fp16(trial)
+    entries, counts = joint_lists(trial, tokens)
+    tile = joint_tile(case, tokens)
+    assert tile.tokens == tokens
+    assert trial.misses(*launched(trial, tile, indices=entries, topk_lens=counts)) == {}
+    # A token that listed a row of another token would be off by far.
+    entries[0, : counts[0]] |= -(1 << (32 - tokens))
+    if counts[0]:
+        assert trial.misses(*launched(trial, tile, indices=entries, topk_lens=counts)) != {}
+    assert len(calls) == (2 if counts[0] else 1)
+
+
+def joint_tile(case: SparseCase, tokens: int) -> SparseTile:
+    shape = SparseShape(case.num_heads, case.topk * tokens, case.layout)
+    options = replace(wide_options(shape), tokens=tokens, balanced=False)
+    return hopper_sparse_tile(shape, 2, 2, options)
+
+
+def test_joint_lists_that_do_not_fit_are_refused() -> None:
+    tokens, case = JOINT["16 heads"]
+    trial = SparseTrial(case)
+    entries, counts = joint_lists(trial, tokens)
+    tile = joint_tile(case, tokens)
+    with pytest.raises(ValueError, match="query must be"):
+        launched(trial, tile, indices=entries[:1], topk_lens=counts[:1])
+    with pytest.raises(ValueError, match=r"topk_lens must be contiguous int32 \[2\]"):
+        launched(trial, tile, indices=entries, topk_lens=counts[:1])
+
+
+def test_joint_lists_serve_few_heads_of_rows_that_the_kernel_converts_or_copies() -> None:
+    for layout, heads, tokens in (
+        *((BF16, 1, 8), (BF16, 8, 8), (BF16, 9, 4), (BF16, 16, 4), (BF16, 17, 2), (BF16, 32, 2)),
+        *((BF16, 33, 1), (SCALED, 16, 4), (E4M3, 16, 1)),
+    ):
+        shape = SparseShape(heads, 2048, layout)
+        assert joint_tokens(shape, usual_options(shape)) == tokens
+        assert joint_tokens(shape, None) == 1
 
 
 # -- Few heads.

@@ -122,8 +122,8 @@ class Division:
     def row_of(self, place, first, head_tile):
         """The token and the head of a row of a tile of heads, and whether there is such a row.
 
-        ``place`` is the number of the row in the tile, ``first`` the number of the piece's token or,
-        with TOKENS above 1, of its group of tokens.
+        ``place`` is the number of the row in the tile. ``first`` is the number of the piece's token
+        or, with TOKENS above 1, of its group of tokens.
         """
         if self.TOKENS > 1:
             EACH: gl.constexpr = 64 // self.TOKENS

@@ -91,8 +91,8 @@ def hopper_sparse_kernel(
     There are ``T * PARTS * HEAD_TILES`` pieces of work for ``tokens`` T, and a program takes every
     ``programs``-th of them. With TOKENS above 1 there is a piece for each TOKENS tokens instead:
     lists and their lengths are then those of joint lists, ``[cdiv(T, TOKENS), topk]``, while
-    queries, output and LSE are of tokens. With BALANCED, every program instead takes the same number of tiles,
-    and a list may lie in two programs, which combine their states in
+    queries, output and LSE are of tokens. With BALANCED, every program instead takes the same
+    number of tiles, and a list may lie in two programs, which combine their states in
     :mod:`attn.kernels.sparse.hopper_wide.finish`.
 
     Arguments are those of :func:`attn.kernels.sparse.attend.sparse_mla_kernel`, with these
@@ -112,8 +112,8 @@ def hopper_sparse_kernel(
         ROW_UNITS=ROW_UNITS, ROPE_AT=ROPE_AT, SCALES_AT=SCALES_AT,
     )  # fmt: skip
     division = Division(
-        tokens=tokens, TOKENS=TOKENS, HEADS=HEADS, HEAD_TILES=HEAD_TILES, SEGMENT=SEGMENT, PARTS=PARTS,
-        BALANCED=BALANCED,
+        tokens=tokens, TOKENS=TOKENS, HEADS=HEADS, HEAD_TILES=HEAD_TILES, SEGMENT=SEGMENT,
+        PARTS=PARTS, BALANCED=BALANCED,
     )  # fmt: skip
     out = Out(
         out_ptr=out_ptr, lse_ptr=lse_ptr, sinks_ptr=sinks_ptr, output_scale_ptr=None,
