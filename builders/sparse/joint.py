@@ -24,10 +24,13 @@ from specs.rows import LatentFormat
 
 MOST_JOINED: Final = 8
 """Most tokens of a joint list."""
-REACH: Final = 6
-"""Most keys of a request, in lengths of a list, for which lists are joined.
+REACH: Final = {LatentFormat.BF16: 16, LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE: 3}
+"""Most keys of a request, in lengths of a list, for which lists are joined; by the format of rows.
 
-Four lists of 2,048 keys that are drawn evenly from six times as many name about 6,400 keys."""
+Rows that are converted cost more in a tile of 64 heads. 16 heads, 4,096 tokens, lists of 2,048 keys
+drawn evenly: from 16,384 keys of 16 bits joint lists took 2,058 us and lists of tokens 2,257; from
+32,768 keys 2,192 and 2,098, but 1,476 and 2,055 where neighbours have half of their keys in common.
+From 8,192 converted keys they took 1,774 and 1,338."""
 _WINDOW: Final = 4096
 """Positions that a program which joins lists marks at a time."""
 _PROGRAMS_PER_SM: Final = 4
@@ -54,7 +57,7 @@ def joint_tokens(shape: SparseShape, options: HopperOptions | None) -> int:
     """
     if not isinstance(options, NarrowSparseTile):
         return 1
-    if shape.layout is LatentFormat.FP8_NOPE_FP8_ROPE:
+    if shape.layout not in REACH:
         return 1
     tokens = MOST_JOINED
     while tokens > 1 and tokens * shape.num_heads > MOST_ROWS:
@@ -79,6 +82,7 @@ class JointPrefill:
         """
         self.tokens, self._topk, self._buffers = tokens, shape.topk, buffers
         self._multiprocessors = multiprocessors
+        self._reach = REACH[shape.layout] * shape.topk
         whole = replace(shape, topk=shape.topk * tokens)
         options = replace(wide_options(shape), tokens=tokens, balanced=False)
         # With a list for each multiprocessor no list is cut.
@@ -87,7 +91,7 @@ class JointPrefill:
         rows = len(buffers["indices"]) // shape.topk
         self._launch = SparseLaunch(tile, tile, rows, SparseWorkspace(none, none))
         programs = _PROGRAMS_PER_SM * multiprocessors
-        window = min(_WINDOW, REACH * shape.topk)
+        window = min(_WINDOW, self._reach)
         window = 1 << (window - 1).bit_length()
         buffers.declare("marks", (programs, cdiv(tokens, 4), window), torch.int32)
         buffers.declare("joint_counts", (cdiv(rows, tokens),), torch.int32)
@@ -100,7 +104,7 @@ class JointPrefill:
             bounds: host bounds on the keys of each prompt.
         """
         fills = cdiv(count, self.tokens) >= self._multiprocessors
-        return fills and max(bounds, default=0) <= REACH * self._topk
+        return fills and max(bounds, default=0) <= self._reach
 
     def rows(self, first: int, count: int) -> JointRows:
         """Groups of ``count`` rows, in place of the lists of rows from row ``first`` on."""

@@ -100,7 +100,10 @@ def test_positions_beyond_the_table_are_left_out(
     ids = torch.tensor([[0, 3, 4, 7, 8]] * 2, dtype=torch.int32)
     table = torch.tensor([[9, 5]], dtype=torch.int32)
     joint, one = room(2, 5, 2), torch.zeros(2, dtype=torch.int32)
+    # A mark past the table must not stay for the next launch either.
+    ids[:, 4] = 14
     join_lists(TopkLists(ids, one + 200, one), table, P, joint)
+    assert not joint.marks.any()
     assert joint.counts.tolist() == [4]
     assert [entry & 0x3FFFFFFF for entry in joint.entries[0, :4].tolist()] == [36, 39, 20, 23]
 

@@ -33,9 +33,7 @@ STEPS = (
 def layer_of(
     layout: LatentFormat = LatentFormat.BF16, heads: int = 16, **other: Any
 ) -> SparseLayer:
-    layout: LatentFormat = LatentFormat.BF16, heads: int = 16, **other: Any
-) -> SparseLayer:
-    sizes = Sizes(num_heads=heads, topk=TOPK, dtype=DType.FLOAT16)
+    sizes = Sizes(num_heads=heads, topk=TOPK, longest=512, dtype=DType.FLOAT16)
     return SparseLayer(layout, sizes=sizes, **{"kernels": HOPPER} | other)
 
 
@@ -64,14 +62,14 @@ def test_lists_are_joined_where_they_have_most_keys_in_common_and_fill_the_devic
     joint = layer.builder._joint
     # The CPU stands for a device of three multiprocessors.
     assert [joint.serves(count, [TOPK]) for count in (1, 8, 9, 100)] == [False, False, True, True]
-    assert joint.serves(100, [5, REACH * TOPK])
-    assert not joint.serves(100, [5, REACH * TOPK + 1])
+    assert joint.serves(100, [5, REACH[LatentFormat.BF16] * TOPK])
+    assert not joint.serves(100, [5, REACH[LatentFormat.BF16] * TOPK + 1])
     record = layer.builder.build(0, layer.step([(0, 0, 1), (1, 0, 60)]).batch)
     assert record.decode.joint is None
     assert record.prefill_rows.joint.lists.entries.shape == (15, 4 * TOPK)
     few = layer.builder.build(0, layer.step([(0, 0, 8)]).batch)
     assert few.prefill_rows.joint is None
-    far = layer.builder.build(0, layer.step([(0, REACH * TOPK, 60)]).batch)
+    far = layer.builder.build(0, layer.step([(0, REACH[LatentFormat.BF16] * TOPK - 59, 60)]).batch)
     assert far.prefill_rows.joint is None
 
 

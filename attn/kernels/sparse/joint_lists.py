@@ -21,34 +21,33 @@ _VARYING: Final = ["num_tokens", "table_width"]
 _ANYWHERE: Final = [
     *("ids_ptr", "visible_ptr", "reqs_ptr", "block_table_ptr", "entries_ptr", "counts_ptr"),
 ]
-_STEP: Final = 2048
+
+
+_STEP: Final = 1024
 """Positions of one step of the walk over a window."""
-
-
-@triton.jit
-def _mark(
-    ids_ptr, visible_ptr, marks_ptr, token, first, ids_row, here, BYTE: tl.constexpr,
-    TOPK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
-    """Set byte BYTE of the mark of each position of a window that a token lists.
-
-    The window begins at position ``first``. A token that is not ``here`` marks nothing.
-    """
-    column = tl.arange(0, TILE)
-    visible = tl.load(visible_ptr + token, mask=here, other=0)
-    row = ids_ptr + token.to(tl.int64) * ids_row
-    position = tl.load(row + column, mask=(column < TOPK) & here, other=-1)
-    at = position - first
-    inside = (position >= 0) & (position < visible) & (at >= 0) & (at < WINDOW)
-    # A mark has four bytes. Marks of the tokens from the fourth on lie a window further.
-    place = (BYTE // 4 * WINDOW + at) * 4 + BYTE % 4
-    tl.store(marks_ptr + place, place * 0 + 1, mask=inside)
 
 
 @triton.jit
 def _bits_of(marks):
     """The four bytes of marks, each 0 or 1, as four bits."""
     return (marks | (marks >> 7) | (marks >> 14) | (marks >> 21)) & 15
+
+
+@triton.jit
+def _listed(
+    ids_ptr, visible_ptr, reqs_ptr, token, here, req, ids_row, TOPK: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """The positions ``[TILE]`` that a token lists and sees; -1 where there is none.
+
+    A token that is not ``here``, or of another request than ``req``, lists none.
+    """
+    column = tl.arange(0, TILE)
+    here = here & (tl.load(reqs_ptr + token, mask=here, other=-1) == req)
+    visible = tl.load(visible_ptr + token, mask=here, other=0)
+    at = ids_ptr + token.to(tl.int64) * ids_row + column
+    ids = tl.load(at, mask=(column < TOPK) & here, other=-1)
+    return tl.where(ids < visible, ids, -1)
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_ANYWHERE)
@@ -84,58 +83,68 @@ def join_lists_kernel(
     mine = tl.program_id(0).to(tl.int64) * (PLANES * WINDOW)
     marks = marks_ptr + mine * 4
     words = words_ptr + mine
+    member = tl.arange(0, TOKENS)
     groups = tl.cdiv(num_tokens, TOKENS)
     for group in range(tl.program_id(0), groups, tl.num_programs(0)):
         # The interpreter counts groups with numbers of Python.
         number = tl.zeros([], tl.int32) + group
         out = entries_ptr + number.to(tl.int64) * (TOKENS * TOPK)
+        token = number * TOKENS + member
+        real = token < num_tokens
+        req_of = tl.load(reqs_ptr + token, mask=real, other=-1)
+        visible = tl.load(visible_ptr + token, mask=real, other=0)
         count = tl.zeros([], tl.int32)
-        begin = number * TOKENS
-        stop = tl.minimum(begin + TOKENS, num_tokens)
-        first_token = begin
+        begin = tl.zeros([], tl.int32)
+        stop = tl.sum(real.to(tl.int32), 0)
         while begin < stop:
             # The tokens of one request, which lie side by side.
-            req = tl.load(reqs_ptr + begin)
-            end = begin
-            longest = tl.zeros([], tl.int32)
-            for i in tl.static_range(TOKENS):
-                token = first_token + i
-                there = (token >= begin) & (token < stop)
-                here = there & (tl.load(reqs_ptr + token, mask=there, other=-1) == req)
-                end += here.to(tl.int32)
-                longest = tl.maximum(longest, tl.load(visible_ptr + token, mask=here, other=0))
+            req = tl.max(tl.where(member == begin, req_of, -1), 0)
+            here = (member >= begin) & (req_of == req)
             # A key that no entry of the table is for has no row.
+            longest = tl.max(tl.where(here, visible, 0), 0)
             longest = tl.minimum(longest, table_width * PAGE_SIZE)
             table = block_table_ptr + req.to(tl.int64) * table_row
-            for window in range(0, longest, WINDOW):
+            for first in range(0, longest, WINDOW):
+                width = tl.minimum(longest - first, WINDOW)
+                # The list of the next token is loaded while this one's is marked.
+                ids = _listed(
+                    ids_ptr, visible_ptr, reqs_ptr, number * TOKENS, stop > 0, req, ids_row, TOPK,
+                    TILE,
+                )  # fmt: skip
                 for i in tl.static_range(TOKENS):
-                    token = first_token + i
-                    here = (token >= begin) & (token < end)
-                    _mark(
-                        ids_ptr, visible_ptr, marks, token, window, ids_row, here, i, TOPK, TILE,
-                        WINDOW,
-                    )  # fmt: skip
+                    after = ids
+                    if i + 1 < TOKENS:
+                        after = _listed(
+                            ids_ptr, visible_ptr, reqs_ptr, number * TOKENS + i + 1, i + 1 < stop,
+                            req, ids_row, TOPK, TILE,
+                        )  # fmt: skip
+                    place = ids - first
+                    inside = (ids >= 0) & (place >= 0) & (place < width)
+                    # A mark has four bytes; those of the tokens from the fourth on lie a window
+                    # further.
+                    mark = (i // 4 * WINDOW + place) * 4 + i % 4
+                    tl.store(marks + mark, place * 0 + 1, mask=inside)
+                    ids = after
                 # Other threads read the marks.
                 tl.debug_barrier()
-                for low in range(window, tl.minimum(longest, window + WINDOW), STEP):
-                    at = low - window + tl.arange(0, STEP)
+                for low in range(0, width, STEP):
+                    at = low + tl.arange(0, STEP)
                     members = _bits_of(tl.load(words + at))
                     tl.store(words + at, tl.zeros([STEP], tl.int32))
                     if PLANES > 1:
-                        more = words + WINDOW + at
-                        members |= _bits_of(tl.load(more)) << 4
-                        tl.store(more, tl.zeros([STEP], tl.int32))
-                    position = window + at
-                    listed = (members != 0) & (position < longest)
+                        members |= _bits_of(tl.load(words + WINDOW + at)) << 4
+                        tl.store(words + WINDOW + at, tl.zeros([STEP], tl.int32))
+                    position = first + at
+                    listed = members != 0
                     ones = listed.to(tl.int32)
-                    place = count + tl.cumsum(ones, 0) - 1
                     block = tl.load(table + position // PAGE_SIZE, mask=listed, other=0)
                     slot = block * PAGE_SIZE + position % PAGE_SIZE
-                    tl.store(out + place, slot | (members << (32 - TOKENS)), mask=listed)
+                    end = tl.cumsum(ones, 0) + count
+                    tl.store(out + end - 1, slot | (members << (32 - TOKENS)), mask=listed)
                     count += tl.sum(ones, 0)
                 # Marks are zero again before others are set.
                 tl.debug_barrier()
-            begin = end
+            begin += tl.sum(here.to(tl.int32), 0)
         tl.store(counts_ptr + group, count)
 
 
@@ -143,8 +152,7 @@ def join_lists_call(
     lists: TopkLists, block_table: torch.Tensor, block_size: int, joint: JointLists
 ) -> KernelCall:
     """The launch of :func:`attn.ops.joint_lists.join_lists`, which checks the arguments."""
-    topk, planes = lists.ids.shape[1], joint.marks.shape[1]
-    window = joint.marks.shape[2]
+    topk = lists.ids.shape[1]
     arguments = {
         "ids_ptr": lists.ids,
         "visible_ptr": lists.visible_lens,
@@ -161,10 +169,10 @@ def join_lists_call(
         "TOPK": topk,
         "TILE": triton.next_power_of_2(topk),
         "TOKENS": joint.tokens,
-        "WINDOW": window,
-        "STEP": min(_STEP, window),
+        "WINDOW": joint.marks.shape[2],
+        "STEP": min(_STEP, joint.marks.shape[2]),
         "PAGE_SIZE": block_size,
     }
-    assert planes == -(-joint.tokens // 4)
     programs = min(len(joint.marks), len(joint.entries))
-    return KernelCall(join_lists_kernel, (programs,), arguments, num_warps=8)
+    # More registers would leave room for one program on a multiprocessor.
+    return KernelCall(join_lists_kernel, (programs,), arguments, num_warps=8, max_registers=128)
