@@ -16,6 +16,7 @@ import triton.language as tl
 
 from builders.launch.call import KernelCall
 from builders.sparse.arguments import JointLists, TopkLists
+from builders.sparse.joint import MOST_JOINED
 
 _VARYING: Final = ["num_tokens", "table_width"]
 _ANYWHERE: Final = [
@@ -174,5 +175,8 @@ def join_lists_call(
         "PAGE_SIZE": block_size,
     }
     programs = min(len(joint.marks), len(joint.entries))
-    # More registers would leave room for one program on a multiprocessor.
-    return KernelCall(join_lists_kernel, (programs,), arguments, num_warps=8, max_registers=128)
+    # With 8 warps of 128 registers two programs fit a multiprocessor; eight tokens need more.
+    shape: dict[str, int] = {"num_warps": 8, "max_registers": 128}
+    if joint.tokens == MOST_JOINED:
+        shape = {"num_warps": 16}
+    return KernelCall(join_lists_kernel, (programs,), arguments, **shape)
