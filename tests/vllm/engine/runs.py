@@ -16,6 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 from threading import Lock
 
+import torch
+
 from tests.vllm.engine.latent import Lists
 from tests.vllm.engine.worker import Error, Result, Run, result_of
 
@@ -30,19 +32,38 @@ class WorkerError(Exception):
     """A run ended without a result; the text is what it wrote."""
 
 
-def worker_environment(extra: dict[str, str], number: int = 0) -> dict[str, str]:
+def worker_environment(
+    extra: dict[str, str], number: int = 0, device: str | None = None
+) -> dict[str, str]:
     """A worker's environment: a case replaces what it asks for, nothing is downloaded or built.
 
     Args:
         extra: variables of the case.
         number: a number by which engines that run at once differ.
+        device: the GPU that the worker sees; None shows it all.
     """
     chosen_by_case = ("ATTN_VLLM_OVERRIDE", "ATTN_VLLM_BACKEND")
     kept = {name: value for name, value in os.environ.items() if name not in chosen_by_case}
     kept.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     # The port at which vLLM begins to look for a free one: another test's engine may look too.
     kept.setdefault("VLLM_PORT", str(20000 + (os.getpid() * 16 + number * 64) % 40000))
+    if device is not None:
+        kept["CUDA_VISIBLE_DEVICES"] = device
     return {**kept, "HF_HUB_OFFLINE": "1", **extra}
+
+
+def device_of(run: Run, number: int) -> str | None:
+    """The GPU of a run, so that runs at once are spread over all GPUs; None for a run of several.
+
+    Args:
+        run: the run.
+        number: how many runs were begun before it.
+    """
+    if run.options.get("tensor_parallel_size", 1) > 1:
+        return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    devices = visible.split(",") if visible else [*map(str, range(torch.cuda.device_count()))]
+    return devices[number % len(devices)] if devices else None
 
 
 class Engines:
@@ -103,7 +124,7 @@ class Engines:
                 done = subprocess.run(
                     [sys.executable, "-m", "tests.vllm.engine.worker", str(source), str(target)],
                     cwd=ROOT,
-                    env=worker_environment(environment, number),
+                    env=worker_environment(environment, number, device_of(run, number)),
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     check=False,
