@@ -33,7 +33,7 @@ _ATTENTION: Final = re.compile(
     # Ours.
     r"\bdecode_kernel|prefill_kernel|hopper_decode|hopper_prefill|mla_decode_kernel|hopper_mla"
     r"|hopper_sparse|hopper_narrow_sparse|sparse_mla|fold_cuts|fold_states|write_kv_kernel"
-    r"|latent_convert|topk_transform|rope_quantize|expand_kernel|merge_kernel|\bplan_kernel"
+    r"|latent_convert|topk_transform|join_lists|rope_quantize|expand_kernel|merge_kernel|\bplan_kernel"
     r"|page_list_kernel|latent_table_kernel|sparse_rows_kernel|clear_kernel|quantize_rows"
     r"|pack_query_kernel|unpack_state_kernel"
     # vLLM's.
