@@ -106,10 +106,8 @@ def compile_ahead(
 
     listener, knobs.compilation.listener = knobs.compilation.listener, listen
     try:
-        # The kernels with the most constexprs take longest, so they begin first.
-        groups = sorted(by_variant(calls), key=lambda group: -len(group[0].arguments))
         with ThreadPoolExecutor(jobs) as pool:
-            return list(pool.map(compile_variant, groups))
+            return list(pool.map(compile_variant, by_variant(calls)))
     finally:
         knobs.compilation.listener = listener
 
