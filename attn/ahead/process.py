@@ -23,6 +23,8 @@ from attn.ahead.layers import LayerAhead, launches_of
 from specs.base import NonNegativeInt, PositiveInt, Spec
 from specs.devices import Device
 
+IDLE_SECONDS: Final = 600.0
+"""How long the process waits for a line at most: an engine that failed may never send the last."""
 _END: Final = "end"
 """The line after the last layer."""
 _logger = logging.getLogger(__name__)
@@ -120,13 +122,14 @@ def _read(lines: SimpleQueue[str]) -> None:
 
 
 def _taken(lines: SimpleQueue[str]) -> list[str]:
-    """The next line, and all others that are there already."""
-    found = [lines.get()]
-    while True:
-        try:
+    """The next line, and all others that are there already; the last line if none comes."""
+    found = []
+    try:
+        found.append(lines.get(timeout=IDLE_SECONDS))
+        while True:
             found.append(lines.get_nowait())
-        except Empty:
-            return found
+    except Empty:
+        return found or [_END]
 
 
 def main() -> None:

@@ -113,7 +113,11 @@ def ahead_of(impl: Any, vllm_config: Any) -> list[LayerAhead]:
     """
     served = _BACKENDS.get(impl.ours.__name__)
     is_decoder = getattr(impl, "attn_type", AttentionType.DECODER) == AttentionType.DECODER
-    if served is None or not is_decoder or impl.dcp_world_size > 1:
+    # Tables of ranks, and latent layers behind a window, are rare and left to the engine.
+    is_rare = impl.dcp_world_size > 1 or (
+        served != "TRITON_ATTN" and impl.sliding_window is not None
+    )
+    if served is None or not is_decoder or is_rare:
         return []
     backend = impl.backend
     layer = _dense_layer(impl) if served == "TRITON_ATTN" else _latent_layer(impl)
