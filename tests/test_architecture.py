@@ -32,6 +32,7 @@ ATTN_RANK = {
     "reference": 2,
     "ops": 3,
     "impls": 4,
+    "ahead": 5,
     "backends": 5,
     "registry": 6,
     "selector": 7,
@@ -58,7 +59,7 @@ AT_MODULE_LEVEL = {"specs": {"pydantic"}, "builders": {"torch"}}
 # Device code of builders, and what launches it: builders, impls and backends import these modules
 # inside a function, so that builders are importable with torch alone.
 KERNELS_OF_BUILDERS = re.compile(
-    r"builders\.\w+\.device(\..+)?|builders\.launch\.(launcher|compiled)"
+    r"builders\.\w+\.device(\..+)?|builders\.launch\.(ahead|launcher|compiled)"
 )
 
 TOP_LEVEL_FOLDERS = {".ci", "attn", "builders", "docs", "specs", "tests"}

@@ -434,6 +434,49 @@ def explain(
 
 
 @app.command()
+def warm(
+    model: options.Model,
+    device: options.AnyDevice = None,
+    kv_cache_dtype: options.KVDtype = "auto",
+    block_size: options.BlockSize = None,
+    tp: options.AllRanks = 1,
+    max_model_len: options.MaxModelLen = None,
+    max_num_seqs: options.EngineSeqs = None,
+    max_num_batched_tokens: options.MaxNumBatchedTokens = 8192,
+    speculative: options.Drafts = 0,
+    jobs: options.Jobs = None,
+) -> None:
+    """Fill Triton's cache with the kernels that vLLM will launch for a model; needs no GPU.
+
+    Name the settings that vLLM will be started with. Triton's cache is the folder that
+    TRITON_CACHE_DIR names, or ~/.triton/cache. The exit code is 1 where a kernel does not compile.
+    """
+    with _clear_errors():
+        from attn.cli.explain import remarks
+        from attn.cli.terminal.threads import usable_cores
+        from attn.cli.warm import Wanted
+        from attn.cli.warm import warm as fill_cache
+        from specs.hf_config import load_model_geometry
+
+        geometry = load_model_geometry(model)
+        for remark in remarks(geometry):
+            print(remark)
+        wanted = Wanted(
+            model=geometry.local(tp),
+            device=detect_device() if device is None else known_device(device),
+            kv_cache_dtype=served_cache_dtype(kv_cache_dtype),
+            block_size=block_size,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            speculative=speculative,
+        )
+        warmed = fill_cache(wanted, jobs or max(1, round(usable_cores())), print_flushed)
+    if warmed.failed:
+        raise typer.Exit(1)
+
+
+@app.command()
 def doctor(
     context: typer.Context,
     model: options.Models = None,

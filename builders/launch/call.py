@@ -51,19 +51,26 @@ def compile_calls(calls: Sequence[KernelCall], device: torch.device) -> None:
     """
     # Every thread has its own current device, so threads are given the index.
     index = torch.cuda.current_device() if device.index is None else device.index
-    groups: dict[object, list[KernelCall]] = {}
-    for call in calls:
-        groups.setdefault(call.variant, []).append(call)
 
-    def compile_group(group: list[KernelCall]) -> None:
+    def compile_group(group: Sequence[KernelCall]) -> None:
         # Calls of one variant may still differ in properties that Triton specialises on. Where they
         # do not, Triton finds the kernel compiled already.
         with torch.cuda.device(index):
             for call in group:
-                call.kernel.warmup(grid=call.grid, **call.arguments, **call.options)
+                compiled = call.kernel.warmup(grid=call.grid, **call.arguments, **call.options)
+                # Load the kernel here too: Triton 3.6 compiles a C function for it then.
+                getattr(compiled, "run", None)
 
     with ThreadPoolExecutor(_COMPILERS) as pool:
-        list(pool.map(compile_group, groups.values()))
+        list(pool.map(compile_group, by_variant(calls)))
+
+
+def by_variant(calls: Sequence[KernelCall]) -> list[list[KernelCall]]:
+    """Launches in lists of one variant each, in the order of first appearance."""
+    groups: dict[object, list[KernelCall]] = {}
+    for call in calls:
+        groups.setdefault(call.variant, []).append(call)
+    return [*groups.values()]
 
 
 @dataclass(frozen=True, kw_only=True)

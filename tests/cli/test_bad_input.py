@@ -61,6 +61,18 @@ WRONG: dict[str, dict[str, tuple[str, list[str]]]] = {
         "--kv-cache-dtype": ("fp9", ["kv-cache-dtype", "'fp9'", "did you mean 'fp8'"]),
         "--block-size": ("-16", ["--block-size", TOO_SMALL]),
     },
+    "warm": {
+        "--model": ("qwen3-9b", ["qwen3-9b", "did you mean 'qwen3-8b'"]),
+        "--device": ("h300", ["unknown device 'h300'", "did you mean", "mi300x"]),
+        "--kv-cache-dtype": ("fp9", ["kv-cache-dtype", "'fp9'", "did you mean 'fp8'"]),
+        "--block-size": ("0", ["--block-size", TOO_SMALL]),
+        "--tp": ("3", ["tensor_parallel_size", "num_heads (32)", "got 3"]),
+        "--max-model-len": ("0", ["--max-model-len", TOO_SMALL]),
+        "--max-num-seqs": ("0", ["--max-num-seqs", TOO_SMALL]),
+        "--max-num-batched-tokens": ("0", ["--max-num-batched-tokens", TOO_SMALL]),
+        "--speculative": ("-1", ["--speculative", TOO_SMALL]),
+        "--jobs": ("0", ["--jobs", TOO_SMALL]),
+    },
     "doctor": {
         "--model": ("qwen3-9b", ["qwen3-9b", "did you mean 'qwen3-8b'"]),
         "--device": ("h300", ["unknown device 'h300'", "did you mean", "mi300x"]),
@@ -97,7 +109,11 @@ WRONG: dict[str, dict[str, tuple[str, list[str]]]] = {
     },
 }
 # Words that a command needs before any option.
-NEEDED = {"new-backend": ["OUTER_ATTN"], "generate": ["--hf", "nowhere", "--prompt", "x"]}
+NEEDED = {
+    "new-backend": ["OUTER_ATTN"],
+    "generate": ["--hf", "nowhere", "--prompt", "x"],
+    "warm": ["--model", "llama-3.1-8b"],
+}
 # The description of a measurement may be any text.
 ANY_TEXT = {("bench kernels", "--commit")}
 

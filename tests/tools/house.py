@@ -51,7 +51,7 @@ DOORS: Final = {
     r"attn/ops/mla\.py:mla_attention": (
         "the parameters are those of vLLM's MLAAttention.forward_impl, behind impl and layer"
     ),
-    r"attn/cli/app\.py:(run|bench_kernels_command)": "typer makes a flag of each parameter",
+    r"attn/cli/app\.py:(run|warm|bench_kernels_command)": "typer makes a flag of each parameter",
 }
 """Host functions whose signature somebody else decides, and why; they may have more than
 :data:`MOST_PARAMETERS` parameters. A key is a pattern of ``path:qualified name``."""

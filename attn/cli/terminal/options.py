@@ -290,6 +290,49 @@ RunCompare = Annotated[
     ),
 ]
 
+# -- attn warm.
+
+MaxModelLen = Annotated[
+    int | None,
+    option(
+        Group.ENGINE,
+        "--max-model-len",
+        min=1,
+        metavar="N",
+        help="Longest sequence, in tokens; default: the model's.",
+    ),
+]
+EngineSeqs = Annotated[
+    int | None,
+    option(
+        Group.ENGINE,
+        "--max-num-seqs",
+        min=1,
+        metavar="N",
+        help="Most requests in a step; default: vLLM's for this GPU.",
+    ),
+]
+AllRanks = Annotated[
+    int, option(Group.ENGINE, "--tp", min=1, metavar="N", help="Tensor-parallel ranks.")
+]
+Drafts = Annotated[
+    int,
+    option(
+        Group.ENGINE, "--speculative", min=0, metavar="N", help="Drafts that each decode verifies."
+    ),
+]
+Jobs = Annotated[
+    int | None,
+    option(
+        Group.WORK,
+        "--jobs",
+        "-j",
+        min=1,
+        metavar="N",
+        help="Compiles side by side; default: as many as there are cores.",
+    ),
+]
+
 # -- attn doctor.
 
 NoSelfTest = Annotated[bool, option(Group.CHECKS, "--no-self-test", help="Run nothing, only look.")]

@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import get_kv_quant_mode
 from attn.backends.base import AttentionBackend
 from attn.impls.base import AttentionImpl
 from attn.impls.sparse.sparse_mla import SparseMLAImpl
-from attn.integrations.vllm import compat, translate
+from attn.integrations.vllm import ahead, compat, translate
 from attn.integrations.vllm.common import CommonBackend, served_line
 from attn.integrations.vllm.latent import LatentBackend, LatentBuilder, LatentImpl
 from attn.integrations.vllm.sparse import SparseBackend, SparseBuilder, SparseImpl
@@ -99,6 +99,8 @@ class DenseImpl:
     """Methods of a dense impl that differ for vLLM."""
 
     ours: type[AttentionImpl]
+    backend: type[Any]
+    """The backend class that vLLM knows."""
     kv_cache_dtype: str
     dcp_world_size: int
 
@@ -112,6 +114,7 @@ class DenseImpl:
         base: Any = super()
         base.__init__(num_heads, *args, **extras)
         self.gathered: Any = None
+        ahead.offer(self)
         mine: Any = self
         if self.dcp_world_size == 1 or not mine.attn_type.is_cached:
             return
@@ -253,7 +256,8 @@ class DenseBuilder:
         self.step_limits = self.step_limits.without_table()
         logger.info("%s", served_line(self.label, spec, heads, layer_names, self.phase_kernels))
         if device.type == "cuda":
-            warm_up(self, layers, compat.features_of(vllm_config, kv_cache_spec))
+            with ahead.warming_up():
+                warm_up(self, layers, compat.features_of(vllm_config, kv_cache_spec))
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
@@ -377,4 +381,5 @@ def adapted(backend: type[AttentionBackend], member: str, module: str, name: str
         get_impl_cls=staticmethod(lambda: impl_cls),
         get_builder_cls=staticmethod(lambda: builder_cls),
     )
+    impl_cls.backend = made_cls
     return made_cls

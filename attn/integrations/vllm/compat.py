@@ -211,6 +211,16 @@ def latent_widths() -> tuple[int, int] | None:
     return None if rank is None or rope is None else (int(rank), int(rope))
 
 
+def local_rank() -> int:
+    """Number of this process among its machine's; 0 where ranks are not set up."""
+    from vllm.distributed import parallel_state
+
+    try:
+        return int(parallel_state.get_world_group().local_rank)
+    except AssertionError:
+        return 0
+
+
 def sends_short_prompts(vllm_config: Any) -> bool:
     """Whether sparse layers get prompts of at most ``index_topk`` tokens in ``forward_mha``.
 

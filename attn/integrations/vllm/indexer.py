@@ -37,7 +37,7 @@ from vllm.v1.attention.backend import AttentionMetadataBuilder as VllmBuilder
 from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerBackend
 
 from attn.impls.sparse.indexer import IndexInputs, SparseIndexer
-from attn.integrations.vllm import choice, compat, translate
+from attn.integrations.vllm import ahead, choice, compat, translate
 from builders.sparse.indexer import IndexerMetadataBuilder, scratch_of
 from specs.devices import DeviceKind
 from specs.kv_cache import IndexerSpec
@@ -271,8 +271,9 @@ class IndexerBuilder(IndexerMetadataBuilder, VllmBuilder):  # type: ignore[misc]
             spec.block_size,
         )
         if device.type == "cuda":
-            for count in sorted(heads):
-                self._warm_up(count)
+            with ahead.warming_up():
+                for count in sorted(heads):
+                    self._warm_up(count)
         for one in adopted:
             one.is_planned = True
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from vllm.logger import init_logger
 
-from attn.integrations.vllm import compat, translate
+from attn.integrations.vllm import ahead, compat, translate
 from attn.integrations.vllm.common import CommonBackend, served_line
 from builders.checks.step_limits import StepLimits
 from specs.attention import AttentionSelectorConfig
@@ -93,6 +93,8 @@ class LatentImpl:
 
     vllm_layer: Any = None
     """The ``MLAAttention`` that owns the impl; None until a builder sets it."""
+    backend: type[Any]
+    """The backend class that vLLM knows."""
     dcp_world_size: int
 
     def __init__(self, num_heads: int, *args: Any, **extras: Any) -> None:
@@ -110,6 +112,7 @@ class LatentImpl:
                 f"decode_context_parallel_size {self.dcp_world_size} does not go together with a "
                 "sliding window"
             )
+        ahead.offer(self)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Do nothing: ``kv_b_proj`` may be packed here, and vLLM's layer splits it afterwards."""
@@ -185,7 +188,8 @@ class LatentBuilder:
             _warn_of_chunks(self.label, vllm_config)
         if device.type == "cuda":
             features = compat.features_of(vllm_config, kv_cache_spec)
-            warm_up(self, layers, features.output_quant)
+            with ahead.warming_up():
+                warm_up(self, layers, features.output_quant)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:

@@ -47,6 +47,7 @@ def register() -> None:
         return
     settings.check()
     settings.pass_on()
+    settings.keep_environment()
     _put(*_wanted())
     from attn.integrations.vllm.model_hooks import install_when_imported
 

@@ -18,7 +18,16 @@ PREFILL_VARIABLE: Final = "ATTN_VLLM_PREFILL_KERNEL"
 """Kernel of requests with many new tokens: ``auto``, ``triton`` or ``hopper``."""
 DECODE_VARIABLE: Final = "ATTN_VLLM_DECODE_KERNEL"
 """Kernel of requests with few new tokens: ``auto``, ``triton`` or ``hopper``."""
-VARIABLES: Final = (BACKEND_VARIABLE, OVERRIDE_VARIABLE, PREFILL_VARIABLE, DECODE_VARIABLE)
+AHEAD_VARIABLE: Final = "ATTN_VLLM_COMPILE_AHEAD"
+"""``0``: no process compiles our kernels while vLLM loads the model; ``1``, the default: one does.
+"""
+VARIABLES: Final = (
+    BACKEND_VARIABLE,
+    OVERRIDE_VARIABLE,
+    PREFILL_VARIABLE,
+    DECODE_VARIABLE,
+    AHEAD_VARIABLE,
+)
 
 RAY_VARIABLE: Final = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 """vLLM's list of further variables for its Ray workers, which get all that start with ``VLLM_``."""
@@ -37,6 +46,37 @@ def check() -> None:
             raise ValueError(f"{PREFIX}* variables are {', '.join(VARIABLES)}, got {name}")
     prefill_kernel()
     decode_kernel()
+    compiles_ahead()
+
+
+def compiles_ahead() -> bool:
+    """Whether a process compiles our kernels while vLLM loads the model.
+
+    Raises:
+        ValueError: the variable's value is neither 0 nor 1.
+    """
+    named = os.environ.get(AHEAD_VARIABLE) or "1"
+    if named not in ("0", "1"):
+        raise ValueError(f"{AHEAD_VARIABLE} must be 0 or 1, got {named!r}")
+    return named == "1"
+
+
+_at_start: dict[str, str] = {}
+"""This process's variables when the plugin was registered."""
+
+
+def keep_environment() -> None:
+    """Keep this process's variables as they are now; only the first call does something.
+
+    vLLM changes some of them later, for what it compiles.
+    """
+    if not _at_start:
+        _at_start.update(os.environ)
+
+
+def environment_at_start() -> dict[str, str]:
+    """The variables that :func:`keep_environment` kept; today's where it was not called."""
+    return dict(_at_start or os.environ)
 
 
 def backends() -> list[str]:
