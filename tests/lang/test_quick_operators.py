@@ -114,6 +114,7 @@ def outcome(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
             return isinstance(error, OverflowError)
     if found is None or found.dtype.name == "void":
         return "nothing"
+    assert (found.type is found.dtype) is not found.type.is_block()
     data = found.handle.data
     # Triton's own comparisons may leave truths in wider integers.
     data = data.astype(bool) if found.dtype.name == "int1" else data

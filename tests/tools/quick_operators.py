@@ -113,12 +113,13 @@ class QuickOperators:
         if form is None:
             own = kind if is_number else self.language.block_type(kind, list(data.shape))
             like = self.tensor(None, own)
-            form = self._forms[key] = (like.type, like.numel, like.shape)
+            form = self._forms[key] = (like.type, like.dtype, like.numel, like.shape)
         handle = self.handle.__new__(self.handle)
         handle.data, handle.dtype, handle.attr = data, kind, {}
         made = self.tensor.__new__(self.tensor)
-        made.handle, made.dtype = handle, kind
-        made.type, made.numel, made.shape = form
+        made.handle = handle
+        # A number's type is the very same object as its elements' type: that is how it is told.
+        made.type, made.dtype, made.numel, made.shape = form
         return made
 
     def filled(self, shape: tuple[int, ...], number: Any, of: Any) -> Any:
