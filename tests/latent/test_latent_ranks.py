@@ -34,6 +34,7 @@ from specs.dtypes import CacheDType, DType
 from specs.engine import EngineConfig, ParallelConfig, SpeculativeConfig
 from specs.kv_cache import AnyKVCacheSpec, MLAAttentionSpec, SlidingWindowMLASpec
 from tests.emulators.flashinfer_emulator import MadeOnDevice, OnDevice, on_device
+from tests.latent.rank_turns import Gather, in_turns
 from tests.tools.interpreter import variant_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -186,30 +187,17 @@ class Step:
         return torch.einsum("thl,lhv->thv", latent, w_uv).to(self.dtype)
 
     def prefilled(self) -> Tensor:
-        """The outputs of the prefills of all ranks' heads, ``[T, heads, V]``.
+        """The outputs of the prefills of all ranks' heads, ``[T, heads, V]``."""
 
-        The ranks' cached rows are collected in a first pass, and exchanged in a second one.
-        """
-        sent: list[list[Tensor]] = [[] for _ in self.ranks]
-        outputs = []
-        for is_second in (False, True):
-            outputs = []
-            for number, (rank, record) in enumerate(zip(self.ranks, self.records, strict=True)):
-                turns = iter(range(len(sent[number])))
+        def work_of(rank: Rank, record: TritonMLAMetadata) -> Callable[[Gather], Tensor]:
+            def run(gather: Gather) -> Tensor:
+                rank.impl.all_gather = gather
+                return self.prefill(rank, record)
 
-                def collect(rows: Tensor, number: int = number) -> Tensor:
-                    sent[number].append(rows.clone())
-                    return torch.cat([rows] * len(self.ranks))
+            return run
 
-                def exchange(rows: Tensor, number: int = number, turns: Any = turns) -> Tensor:
-                    turn = next(turns)
-                    assert torch.equal(rows, sent[number][turn])
-                    return torch.cat([other[turn] for other in sent])
-
-                rank.impl.all_gather = exchange if is_second else collect
-                outputs.append(self.prefill(rank, record))
-        assert len({len(rows) for rows in sent}) == 1
-        return torch.cat(outputs, 1)
+        pairs = zip(self.ranks, self.records, strict=True)
+        return torch.cat(in_turns([work_of(*pair) for pair in pairs]), 1)
 
     def prefill(self, rank: Rank, record: TritonMLAMetadata) -> Tensor:
         since = record.num_decode_tokens

@@ -36,6 +36,7 @@ from specs.kv_cache import IndexerSpec, MLAAttentionSpec
 from specs.rows import LatentFormat
 from specs.sparse_mla import STORED_FORMATS, IndexKind, SparseKernel
 from tests.emulators.flashinfer_emulator import MadeOnDevice, on_device
+from tests.latent.rank_turns import Gather, in_turns
 from tests.sparse.sparse_layers import BLOCK, Sizes, SparseLayer, Step
 from tests.sparse.test_short_prompts import expected_of
 from tests.tools.interpreter import variant_of
@@ -116,28 +117,16 @@ class Ranks:
         ]
 
     def exchanged(self, work: Callable[[RankLayer], Any]) -> list[Any]:
-        """What ``work`` gives on every rank. What ranks send is collected in a first pass."""
-        sent: list[list[Tensor]] = [[] for _ in self.ranks]
-        results: list[Any] = []
-        for is_second in (False, True):
-            results = []
-            for number, rank in enumerate(self.ranks):
-                turns = iter(range(len(sent[number])))
+        """What ``work`` gives on every rank."""
 
-                def collect(rows: Tensor, number: int = number) -> Tensor:
-                    sent[number].append(rows.clone())
-                    return torch.cat([rows] * len(self.ranks))
-
-                def exchange(rows: Tensor, number: int = number, turns: Any = turns) -> Tensor:
-                    turn = next(turns)
-                    assert torch.equal(rows, sent[number][turn])
-                    return torch.cat([other[turn] for other in sent])
-
-                gather = exchange if is_second else collect
+        def work_of(rank: RankLayer) -> Callable[[Gather], Any]:
+            def run(gather: Gather) -> Any:
                 rank.indexer.all_gather = rank.impl.all_gather = gather
-                results.append(work(rank))
-        assert len({len(rows) for rows in sent}) == 1
-        return results
+                return work(rank)
+
+            return run
+
+        return in_turns([work_of(rank) for rank in self.ranks])
 
     def lists(self, step: Step) -> list[Tensor]:
         """The lists that every rank writes."""

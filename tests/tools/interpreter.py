@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from builders.launch.call import KernelCall
+from tests.tools.quick_operators import QuickOperators
 
 OPERATIONS = (
     *("cache", "clear", "indexer", "latent_convert", "rank_topk", "sparse_mla"),
@@ -54,6 +55,8 @@ def make_quick() -> None:
     _call_builtins_directly(interpreter)
     _multiply_in_single_precision(interpreter)
     _look_for_overflows_quickly(interpreter)
+    _look_up_narrow_floats(interpreter)
+    _pass_tensors_through(interpreter)
 
 
 @contextmanager
@@ -95,8 +98,16 @@ def _patch_once_per_launch(interpreter: Any) -> None:
             if language.core.is_builtin(member):
                 interpreter._patch_attr(place, name, member, builder, scope)
 
+    modules: dict[tuple[int, int], set[int]] = {}
+
     def patch_new(function: Callable[..., Any]) -> Any:
-        seen = {id(x) for x in function.__globals__.values() if x is language or x is language.core}
+        names = function.__globals__
+        # Rewriting a function adds names to its module.
+        key = id(names), len(names)
+        seen = modules.get(key)
+        if seen is None:
+            seen = {id(x) for x in names.values() if x is language or x is language.core}
+            modules[key] = seen
         if seen and seen <= patched:
             return scope()
         changes = patch(function)
@@ -209,9 +220,13 @@ def _compare_shapes_quickly(interpreter: Any) -> None:
 
 
 def _call_builtins_directly(interpreter: Any) -> None:
-    """Call builtins without the check that they are called from a kernel."""
+    """Call builtins without the check that they are called from a kernel, and the most frequent
+    ones by :mod:`tests.tools.quick_operators`.
+    """
+    calls: dict[tuple[int, str], Callable[..., Any]] = {}
+    quick = QuickOperators(interpreter)
 
-    def patch_attr(place: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    def direct(member: Any) -> Callable[..., Any]:
         function = getattr(member, "__wrapped__", member)
         semantic = interpreter.interpreter_semantic
 
@@ -219,6 +234,13 @@ def _call_builtins_directly(interpreter: Any) -> None:
             kwargs["_semantic"] = semantic
             return function(*args, **kwargs)
 
+        return call
+
+    def patch_attr(place: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        call = calls.get((id(place), name))
+        if call is None:
+            call = quick.replacement(place, name, direct(member))
+            calls[id(place), name] = call
         scope.set_attr(place, name, call)
 
     interpreter._patch_attr = patch_attr
@@ -273,6 +295,34 @@ def _look_for_overflows_quickly(interpreter: Any) -> None:
             )
 
     semantic.binary_op_sanitize_overflow_impl = binary_op_sanitize_overflow_impl
+
+
+def _look_up_narrow_floats(interpreter: Any) -> None:
+    """Convert floats of 8 and 16 bits by a table of all of them, which Triton's function makes."""
+    convert = interpreter._convert_float
+
+    @functools.cache
+    def table(own: Any, wanted: Any, rounding: Any) -> Any:
+        bits = np.dtype(f"uint{own.primitive_bitwidth}")
+        return convert(np.arange(1 << own.primitive_bitwidth, dtype=bits), own, wanted, rounding)
+
+    def _convert_float(data: Any, own: Any, wanted: Any, rounding: Any) -> Any:
+        if own.primitive_bitwidth > 16:
+            return convert(data, own, wanted, rounding)
+        return table(own, wanted, rounding)[data.view(f"uint{own.primitive_bitwidth}")]
+
+    interpreter._convert_float = _convert_float
+
+
+def _pass_tensors_through(interpreter: Any) -> None:
+    """Return a tensor as it is where a kernel assigns it to a name, which most assignments do."""
+    semantic = type(interpreter.interpreter_semantic)
+    convert, tensor = semantic.to_tensor, semantic.tensor
+
+    def to_tensor(self: Any, x: Any, check_type: bool = True) -> Any:
+        return x if type(x) is tensor else convert(self, x, check_type)
+
+    semantic.to_tensor = to_tensor
 
 
 def variant_of(call: KernelCall) -> tuple[Any, ...]:

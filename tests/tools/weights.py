@@ -18,6 +18,7 @@ HEAVIEST: Final = (
     "tests/docs/test_docs.py",
     "tests/vendor/test_flashinfer_mla.py",
     "tests/compile/test_step_compile.py",
+    "tests/splitkv/test_split_kernel.py",
     "tests/splitkv/test_split_kv.py",
     "tests/latent/test_mla_decode.py",
     "tests/dense/test_tile_borders.py",

@@ -24,6 +24,16 @@ else:
 
 
 @pytest.fixture(scope="session")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Runs code in processes where vLLM was imported and nothing has changed it."""
+    from tests.vllm.fresh import FreshProcesses
+
+    processes = FreshProcesses(tmp_path_factory.mktemp("fresh"))
+    yield processes
+    processes.close()
+
+
+@pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model's configuration without weights."""
     from transformers import LlamaConfig

@@ -6,7 +6,6 @@ import ast
 import importlib
 import logging
 import math
-import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +31,7 @@ from attn.impls.sparse import indexer as impls
 from attn.integrations.vllm import compat, members, model_hooks
 from attn.integrations.vllm import indexer as ours
 from attn.ops.indexer import write_index_keys
+from tests.vllm.fresh import FreshProcesses
 from tests.vllm.runner import torch_rotary
 from tests.vllm.views import cache_view
 
@@ -608,15 +608,9 @@ print(len(new))
 """
 
 
-def test_the_op_s_module_is_changed_when_it_is_imported() -> None:
-    found = subprocess.run(
-        [sys.executable, "-c", IMPORTS.replace("\nbefore", f"\n{WITHOUT}\nbefore")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert found.returncode == 0, found.stderr
-    assert int(found.stdout.splitlines()[-1]) < 10
+def test_the_op_s_module_is_changed_when_it_is_imported(fresh: FreshProcesses) -> None:
+    printed = fresh.run(IMPORTS.replace("\nbefore", f"\n{WITHOUT}\nbefore"))
+    assert int(printed.splitlines()[-1]) < 10
 
 
 @pytest.fixture
@@ -784,7 +778,7 @@ assert not deepseek_v2.SparseAttnIndexer.__name__ in __import__(
 
 
 @pytest.mark.parametrize("has_deep_gemm", [True, False])
-def test_registering_changes_nothing_of_vllm_s(has_deep_gemm: bool) -> None:
+def test_registering_changes_nothing_of_vllm_s(fresh: FreshProcesses, has_deep_gemm: bool) -> None:
     """Where DeepGEMM is missing, only the op's constructor is wrapped."""
     given = (
         f"import vllm.utils.import_utils as utils; utils.has_deep_gemm = lambda: {has_deep_gemm}"
@@ -792,10 +786,4 @@ def test_registering_changes_nothing_of_vllm_s(has_deep_gemm: bool) -> None:
     lines = UNCHANGED.splitlines()
     if not has_deep_gemm:
         lines = [line for line in lines if "__init__" not in line]
-    found = subprocess.run(
-        [sys.executable, "-c", "\n".join([given, *lines])],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert found.returncode == 0, found.stderr
+    fresh.run("\n".join([given, *lines]))

@@ -8,7 +8,6 @@ import logging
 import os
 import pickle
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from attn.integrations.vllm import members
 from attn.registry import AttentionBackendEnum as OurEnum
+from tests.vllm.fresh import FreshProcesses
 
 DENSE = ("TORCH_REF", "TRITON_ATTN")
 EXAMPLE = Path(__file__).parents[3] / "docs/examples/vllm_offline.py"
@@ -51,17 +51,13 @@ def test_vllm_finds_the_entry_point() -> None:
     assert callable(entry.load())
 
 
-def test_loading_vllms_plugins_registers_custom() -> None:
+def test_loading_vllms_plugins_registers_custom(fresh: FreshProcesses) -> None:
     code = (
         "from vllm.plugins import load_general_plugins as load; load(); load();"
         "from vllm.v1.attention.backends.registry import AttentionBackendEnum as E;"
         "print(E.CUSTOM.get_path(), E.CUSTOM.get_class().get_name(), E.TRITON_ATTN.get_path())"
     )
-    environment = {**os.environ, "ATTN_VLLM_BACKEND": "TRITON_ATTN"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    path, name, other = done.stdout.split()[-3:]
+    path, name, other = fresh.run(code, ATTN_VLLM_BACKEND="TRITON_ATTN").split()[-3:]
     assert path == "attn.integrations.vllm.members.CUSTOM_TRITON_ATTN"
     assert name == "CUSTOM"
     assert other.startswith("vllm.")
@@ -263,7 +259,9 @@ def test_ray_workers_get_our_variables(plugin: Any, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("named", ["", "TRITON_ATTN,SPARSE_MLA"])
 @pytest.mark.parametrize("is_cuda", [True, False])
-def test_registering_imports_no_kernel_and_no_backend_of_vllms(named: str, is_cuda: bool) -> None:
+def test_registering_imports_no_kernel_and_no_backend_of_vllms(
+    fresh: FreshProcesses, named: str, is_cuda: bool
+) -> None:
     code = (
         "import sys, vllm, vllm.platforms.interface as p;"
         f"p.Platform.is_cuda = lambda platform: {is_cuda};"
@@ -275,11 +273,7 @@ def test_registering_imports_no_kernel_and_no_backend_of_vllms(named: str, is_cu
         "print(E.CUSTOM.get_path()); print(*(set(sys.modules) - before))"
     )
     named = named if is_cuda else named.partition(",")[0]
-    environment = {**os.environ, "ATTN_VLLM_BACKEND": named}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    *_, path, modules = done.stdout.splitlines()
+    *_, path, modules = fresh.run(code, ATTN_VLLM_BACKEND=named).splitlines()
     assert path.endswith("router.CUSTOM") == is_cuda
     found = set(modules.split())
     assert "attn.integrations.vllm.plugin" in found
