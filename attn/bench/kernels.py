@@ -142,10 +142,8 @@ def _result_line(result: CaseResult, others: Sequence[CaseResult]) -> str:
     for contender in (result.ours, result.free_partition, result.batch_invariant, *result.peers):
         if contender is not None and contender.time_us is not None:
             rate = f"{result.case.rate(contender.time_us):.0f} {result.case.unit}"
-            planned = contender.planned_us
-            text = f"{contender.time_us:.1f} us"
-            text += "" if planned is None else f", planned {planned:.1f} us"
-            parts.append(f"{contender.name} {text} ({rate})")
+            layer = f"{result.cost(contender):.1f} us a layer"
+            parts.append(f"{contender.name} {layer}, alone {contender.time_us:.1f} us ({rate})")
     verdict = verdict_of(checks_of(result, others))
     return "  " + ", ".join([*parts, "" if verdict is None else f"target {verdict.value}"])
 
@@ -178,7 +176,7 @@ def run_and_report(bench: KernelBench | None, report: Report, log: Log = print) 
         whole = report.combined(measured)
     report.write(whole)
     if report.out is None:
-        log(render_markdown(whole))
+        log(render_markdown(whole, report.age(whole)))
     for line in report.finish(whole):
         log(line)
     broken = (Status.WRONG, Status.FAILED)

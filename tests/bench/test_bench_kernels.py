@@ -318,7 +318,7 @@ def test_peers_are_checked_and_timed_beside_ours(monkeypatch):
         "WRONG",
         "measured",
     ]
-    assert result.best_peer.name in ("fa3", "vllm_triton")
+    assert result.best().name in ("fa3", "vllm_triton")
 
 
 def test_the_hopper_table_times_plans_and_the_host_too(monkeypatch):
@@ -337,13 +337,15 @@ def test_the_hopper_table_times_plans_and_the_host_too(monkeypatch):
     (result,) = results.cases
     assert results.environment.table is BenchTable.HOPPER
     assert result.ours.status is Status.MEASURED, result.ours
-    assert result.ours.planned_us > 0
-    assert result.host_us > 0
-    # First the plain calls, then every planned call: one to warm up, two in two rounds, and one
-    # whose result is judged.
-    assert len(built) == 1 + 1 + 2 * 2 + 1
-    (dense,) = bench_kernels(bench_of("prefill"), quiet).cases
-    assert (dense.ours.planned_us, dense.host_us) == (None, None)
+    assert result.ours.planned_us > result.ours.plan_us > 0
+    assert result.cost(result.ours) == result.ours.time_us + result.ours.plan_us / 32
+    assert result.ours.host_us > 0
+    assert result.ours.plan_host_us > 0
+    # A prefill is captured by no engine, and a CPU has neither graphs nor launches to count.
+    assert (result.ours.graph_us, result.ours.launches) == (None, None)
+    # The first plan; plans alone and plans with a forward, by the device's clock and the plan by
+    # the host's: one to warm up and two in two rounds each; and one whose result is judged.
+    assert len(built) == 1 + 3 * (1 + 2 * 2) + 1
 
 
 def test_a_plan_that_spoils_the_result_is_found(monkeypatch):
@@ -732,7 +734,7 @@ def test_errors_of_both_command_lines_name_what_was_wrong(options, message, caps
 
 def test_a_file_that_holds_no_results_is_refused(tmp_path, capsys):
     path = tmp_path / "a.json"
-    path.write_text('{"cases": []}')
+    path.write_text('{"cases": [], "schema_version": 2}')
     assert main(["--render", "--merge", str(path)]) == 2
     assert "field 'environment'" in capsys.readouterr().err
 

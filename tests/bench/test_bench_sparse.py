@@ -77,7 +77,7 @@ def test_the_cases_and_targets_are_those_of_the_issue() -> None:
     table = BenchTable.SPARSE_MLA
     assert (table.backend, table.peers, table.cases) == ("SPARSE_MLA", (FLASHMLA,), SPARSE_CASES)
     assert table.has_lines
-    assert not table.times_plans
+    assert table.takes_hopper
     assert table.decode_kernel is DecodeKernel.AUTO
     targets = {
         (case.name, line.how.value): line.target

@@ -45,11 +45,11 @@ class BenchTable(StrEnum):
     """A table of the benchmarks: its cases, peers and targets."""
 
     DENSE = "dense"
-    """Forward of the portable kernels, against every peer."""
+    """The portable kernels, against every peer."""
     HOPPER = "hopper"
-    """Forward, with and without the step's plan, against the fastest kernels for Hopper."""
+    """The kernels that ``auto`` takes, against the fastest kernels for Hopper."""
     MLA = "mla"
-    """Absorbed decode over a latent cache, with and without the step's plan, against peers."""
+    """Absorbed decode over a latent cache, called as an engine calls it, against peers."""
     FLASHINFER = "flashinfer"
     """Time that our backends over FlashInfer's dense kernels add to FlashInfer's own calls."""
     TRTLLM_MLA = "trtllm_mla"
@@ -76,9 +76,9 @@ class BenchTable(StrEnum):
         return self in (BenchTable.FLASHINFER, BenchTable.TRTLLM_MLA, BenchTable.SPARSE_MLA)
 
     @property
-    def times_plans(self) -> bool:
-        """True where each kernel is also timed with the plan that it needs once per step."""
-        return self in (BenchTable.HOPPER, BenchTable.MLA)
+    def takes_hopper(self) -> bool:
+        """True where our kernels are those that ``auto`` takes, and not the portable ones."""
+        return self in (BenchTable.HOPPER, BenchTable.MLA, BenchTable.SPARSE_MLA)
 
     @property
     def bounds_plans(self) -> bool:
@@ -105,13 +105,12 @@ class BenchTable(StrEnum):
     @property
     def prefill_kernel(self) -> PrefillKernel:
         """Our kernel that this table measures for requests with many new tokens."""
-        return PrefillKernel.AUTO if self.times_plans else PrefillKernel.TRITON
+        return PrefillKernel.AUTO if self.takes_hopper else PrefillKernel.TRITON
 
     @property
     def decode_kernel(self) -> DecodeKernel:
         """Our decode kernel that this table measures, where the command line names none."""
-        takes_both = self.times_plans or self is BenchTable.SPARSE_MLA
-        return DecodeKernel.AUTO if takes_both else DecodeKernel.TRITON
+        return DecodeKernel.AUTO if self.takes_hopper else DecodeKernel.TRITON
 
     @property
     def decode_option(self) -> str | None:
@@ -193,12 +192,9 @@ CASES: Final[tuple[KernelCase, ...]] = (
 
 def _for_hopper(case: KernelCase) -> KernelCase:
     """A case with the Hopper table's target, and without the dense table's variants."""
-    if case.is_bandwidth_bound:
-        target = Target(max_planned_ratio_to_best=1.0, against=HOPPER_PEERS)
-    else:
-        # The host's cost is judged on this case alone: it is one launch, whatever the lengths.
-        host = HOST_TARGET_US if case.name == "pre_1x8k" else None
-        target = Target(max_ratio_to_best=1.0, against=HOPPER_PEERS, max_host_us=host)
+    # The host's cost is judged on this case alone: it is one launch, whatever the lengths.
+    host = HOST_TARGET_US if case.name == "pre_1x8k" else None
+    target = Target(max_ratio_to_best=1.0, against=HOPPER_PEERS, max_host_us=host)
     return case.replace(target=target, compare_free_partition=False, compare_batch_invariant=False)
 
 

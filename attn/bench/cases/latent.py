@@ -23,7 +23,10 @@ def _latent(
 ) -> KernelCase:
     """Absorbed decode or verify over rows of 512 + 64; ``requests`` are (count, KV length)."""
     judged = Target(
-        max_planned_ratio_to_best=1.0, against=MLA_PEERS[:-1], min_plain_rate=min_plain_rate
+        max_ratio_to_best=1.0,
+        max_graph_ratio_to_best=1.0,
+        against=MLA_PEERS,
+        min_plain_rate=min_plain_rate,
     )
     case = make_decode(name, (heads, 1, 576), requests, drafts=drafts, rope_size=64, block_size=64)
     return case.replace(target=target or judged, **fields)

@@ -249,6 +249,7 @@ def our_run(layer: OurLayer, builder: Builder) -> KernelRun:
         partial(forward, *given, record, output),
         output,
         planned=lambda: forward(*given, builder.build(0, layer.batch), output),
+        plan=partial(builder.build, 0, layer.batch),
     )
 
 

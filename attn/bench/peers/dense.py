@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Final
@@ -50,6 +51,11 @@ class KernelRun:
     tolerance: float = TOLERANCE
     planned: Callable[[], object] | None = None
     """Makes the step's plan and runs the step; None for a kernel that needs no plan."""
+    plan: Callable[[], object] | None = None
+    """Makes the step's plan alone; None where there is none, or where it is a part of the first
+    call."""
+    refresh: Callable[[], object] | None = None
+    """Takes the queries of the content anew; None for a kernel that reads them where they are."""
     collect: Callable[[], object] | None = None
     """Copies the last call's result to ``output``; None for a kernel that writes there itself."""
 
@@ -172,6 +178,8 @@ def _fa3(module: Any, content: Content) -> KernelRun | Refusal:
         output,
         FP8_QUERY_TOLERANCE if quantized else TOLERANCE,
         planned=lambda: attend(plan()),
+        plan=plan,
+        refresh=partial(query.copy_, content.query) if quantized else None,
     )
 
 
@@ -183,7 +191,7 @@ def _vllm_triton(module: Any, content: Content) -> KernelRun | Refusal:
     split_below = VLLM_MIN_GRID // case.num_kv_heads
     segments = (split_below, case.num_heads, VLLM_SEGMENTS)
     padded_size = 1 << (case.head_size - 1).bit_length()
-    partial = torch.empty((*segments, padded_size), dtype=torch.float32, device=device)
+    segment_outputs = torch.empty((*segments, padded_size), dtype=torch.float32, device=device)
     partial_max, partial_sum = (
         torch.empty(segments, dtype=torch.float32, device=device) for _ in range(2)
     )
@@ -214,14 +222,19 @@ def _vllm_triton(module: Any, content: Content) -> KernelRun | Refusal:
             v_descale=descale,
             seq_threshold_3D=split_below,
             num_par_softmax_segments=VLLM_SEGMENTS,
-            softmax_segm_output=partial,
+            softmax_segm_output=segment_outputs,
             softmax_segm_max=partial_max,
             softmax_segm_expsum=partial_sum,
             sinks=sinks,
             kv_quant_mode=mode,
         )
 
-    return KernelRun(call, output, FP8_QUERY_TOLERANCE if quantized else TOLERANCE)
+    return KernelRun(
+        call,
+        output,
+        FP8_QUERY_TOLERANCE if quantized else TOLERANCE,
+        refresh=partial(query.copy_, content.query) if quantized else None,
+    )
 
 
 def _flashinfer(module: Any, content: Content) -> KernelRun | Refusal:
@@ -264,7 +277,7 @@ def _flashinfer(module: Any, content: Content) -> KernelRun | Refusal:
         call()
 
     plan()
-    return KernelRun(call, output, planned=plan_and_call)
+    return KernelRun(call, output, planned=plan_and_call, plan=plan)
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
