@@ -17,6 +17,8 @@ from specs.rows import LatentFormat, RowFormat, latent_format_of
 PEERS: Final = ("fa3", "flashinfer", "xqa", "vllm_triton")
 """Kernels of other projects that the dense table compares with."""
 
+NOPE_SIZE: Final = 128
+"""``qk_nope_head_dim`` of a latent layer, as in DeepSeek's models."""
 DENSE_LAYERS: Final = 32
 LATENT_LAYERS: Final = 61
 MODEL_DTYPE: Final = DType.BFLOAT16

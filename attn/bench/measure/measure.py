@@ -11,6 +11,7 @@ import torch
 
 from attn.bench.cases.case import CaseKind, KernelCase
 from attn.bench.cases.inputs import expected_rows, make_content
+from attn.bench.cases.needles import ContentNeedles
 from attn.bench.measure.judge import check_run, judged, output_of
 from attn.bench.measure.ours import (
     PLAIN_KERNELS,
@@ -198,7 +199,7 @@ def bench_case(bench: KernelBench, case: KernelCase, device: torch.device, log: 
         return CaseResult(case=case, ours=refused)
     generator = torch.Generator().manual_seed(bench.seed)
     content = make_content(case, device, generator)
-    expected = expected_rows(content)
+    expected, needles = expected_rows(content), ContentNeedles(content, bench.seed)
     runs: dict[str, KernelRun | Refusal] = {}
     layer, builder = None, None
     try:
@@ -212,7 +213,9 @@ def bench_case(bench: KernelBench, case: KernelCase, device: torch.device, log: 
     runs.update({name: prepare_peer(name, content, *latent) for name in bench.peers})
     outcomes: dict[str, Contender | float | Refusal] = {}
     for name, run in runs.items():
-        outcomes[name] = run if isinstance(run, Refusal) else check_run(name, run, expected)
+        outcomes[name] = (
+            run if isinstance(run, Refusal) else check_run(name, run, expected, needles)
+        )
         log(f"  {name:16} {_outcome_text(outcomes[name])}")
     right = {
         name: run

@@ -60,6 +60,12 @@ class KernelRun:
     """Copies the last call's result to ``output``; None for a kernel that writes there itself."""
 
 
+class Latest:
+    """Holds the output of the latest call of a kernel that allocates it."""
+
+    output: torch.Tensor
+
+
 @dataclass(frozen=True)
 class Refusal:
     """A kernel that cannot run, and the reason."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from attn.bench.cases.dense import PLAN_SIZES, BenchTable
 from attn.bench.cases.latent import SPARSE_CASES, SPARSE_CONTEXT
+from attn.bench.cases.needles import MOST_DRAWS
 from attn.bench.measure.timing import GRAPH_CALLS
 from attn.bench.results.case_tables import (
     case_table,
@@ -55,7 +56,9 @@ _HOW_INPUTS = (
     "GB/s counts each live key and value once, plus query and output; TF counts "
     "visible pairs only, 4 x head size flops per pair and query head. Keys and values are random, "
     "block tables permuted, pages hold {block_sizes} tokens, unused slots of our cache NaN. A "
-    "kernel's sampled rows are compared with float64 before it is timed and again after; `error` "
+    "kernel's sampled rows are compared with float64 before it is timed and again after, and "
+    "before it with queries that each look for one key, in decodes for every key in turn up to "
+    "{needles} keys a head; `error` "
     "is the largest relative norm. `spread` is (largest - smallest) / median of the rounds' "
     "medians of `forward`. A lead or a lag within the larger spread of the two is level; a lag of "
     "more than {most_spread} is a lag."
@@ -148,6 +151,7 @@ def render_markdown(results: BenchResults, since: str = "") -> str:
         layers=" or ".join(map(str, layers)) or "layers",
         block_sizes=" or ".join(map(str, sizes)) or "no",
         most_spread=percent(MOST_SPREAD),
+        needles=MOST_DRAWS,
     )
     title = f"# {environment.backend} on {environment.device}"
     legend = {BenchTable.HOPPER: _LEGEND_HOPPER, BenchTable.MLA: _LEGEND_MLA}
