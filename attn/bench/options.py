@@ -33,9 +33,8 @@ class BenchOptions:
 HELP: Final = {
     "backend": "Registry name of the backend; default: the table's.",
     "table": (
-        "Which cases, peers and targets: dense, hopper or mla; these time each step's plan. Or "
-        "flashinfer or trtllm_mla: what our backends over FlashInfer add to its own calls. Or "
-        "sparse_mla: latent attention over lists, beside FlashMLA."
+        "Which cases, peers and targets: dense, hopper, mla or sparse_mla. Or flashinfer or "
+        "trtllm_mla: what our backends over FlashInfer add to its own calls."
     ),
     "case": "Shell pattern of names of cases, repeatable; a name that is unknown lists them all.",
     "peer": (

@@ -3,7 +3,14 @@
 import pytest
 
 from attn.bench.cases.case import PEERS, CaseKind, Target
-from attn.bench.cases.dense import CASES, HOPPER_CASES, HOPPER_PEERS, BenchTable, select_cases
+from attn.bench.cases.dense import (
+    CASES,
+    FA4,
+    HOPPER_CASES,
+    HOPPER_PEERS,
+    BenchTable,
+    select_cases,
+)
 from specs.base import SpecError
 from specs.dtypes import CacheDType
 
@@ -156,7 +163,7 @@ RAGGED = [name for name in HOPPER if name.startswith("rag")]
 
 def test_the_hopper_table_holds_every_dense_case_and_more():
     assert BenchTable.HOPPER.cases is HOPPER_CASES
-    assert BenchTable.HOPPER.peers == HOPPER_PEERS
+    assert BenchTable.HOPPER.peers == (*HOPPER_PEERS, FA4)
     assert (BenchTable.DENSE.cases, BenchTable.DENSE.peers) == (CASES, PEERS)
     more = ["rag6_d128", "rag48_d128", "rag6_d64", "rag48_d64"]
     more += ["pre_fp8_1x8k", "chunk_fp8_2k_of_16k"]

@@ -13,7 +13,14 @@ from typer.testing import CliRunner
 
 from attn.bench import kernels, settings
 from attn.bench.cases.case import PEERS, KernelCase, Target
-from attn.bench.cases.dense import ALL_PEERS, CASES, HOPPER_CASES, PLAN_SIZES, BenchTable
+from attn.bench.cases.dense import (
+    ALL_PEERS,
+    CASES,
+    FA4_CASE,
+    HOPPER_CASES,
+    PLAN_SIZES,
+    BenchTable,
+)
 from attn.bench.cases.inputs import expected_rows, make_content, permuted_table, sampled_tokens
 from attn.bench.kernels import bench_kernels, main, run_and_report
 from attn.bench.measure import measure, ours
@@ -45,6 +52,7 @@ from attn.registry import AttentionBackendEnum
 from builders.dense.torch_ref import TorchRefMetadataBuilder
 from specs.dtypes import CacheDType
 from specs.engine import DecodeKernel, Kernels
+from tests.emulators.vllm_signatures import VERSIONS, signature_of
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -565,23 +573,70 @@ def test_cudnn_takes_whole_prompts_by_torch_and_the_rest_from_pages(monkeypatch)
     assert options["causal"]
     assert options["out"] is run.output
 
+    run = peers._cudnn(module, content_of("decode"))
+    arguments, options = paged.calls["cudnn_batch_decode_with_kv_cache"]
+    assert [tuple(one.shape[1:]) for one in arguments[:3]] == [(4, 16), (2, 4, 16), (2, 4, 16)]
+    assert options["actual_seq_lens_kv"].flatten().tolist() == [9, 40, 23]
+    assert options["max_sequence_kv"] == 40
+    assert options["out"] is run.output
+
+    def broken(*_, **__):
+        raise RuntimeError("no such graph")
+
+    paged.cudnn_batch_decode_with_kv_cache = broken
+    assert peers._cudnn(module, content_of("decode")).status is Status.FAILED
+
     def missing(name):
         raise ModuleNotFoundError(f"No module named {name!r}")
 
     monkeypatch.setattr(peers, "import_module", missing)
-    for name, said in (
-        ("prefill", "No module named 'cudnn'"),
-        ("decode", "prefills and mixed steps only"),
-    ):
+    for name in ("prefill", "decode"):
         refusal = peers._cudnn(module, content_of(name))
-        assert refusal.status is Status.UNSUPPORTED
-        assert said in refusal.reason
+        # Not measured, which leaves a target open; not unsupported, with which it could be met.
+        assert refusal.status is Status.UNAVAILABLE
+        assert "No module named 'cudnn'" in refusal.reason
     for changes, said in (
         ({"sliding_window": 5}, "a window"),
         ({"kv_cache_dtype": CacheDType.FP8_E4M3}, "a quantised cache"),
     ):
         odd = dataclasses.replace(content, case=whole.replace(**changes))
         assert said in peers._cudnn(module, odd).reason
+
+
+def test_flash_attention_4_is_measured_in_one_case():
+    case = KernelCase(name=FA4_CASE, kind="prefill", **SHAPE, query_lens=(9,), seq_lens=(9,))
+    content = make_content(case, CPU, torch.Generator().manual_seed(0))
+    module = Recorder()
+    run = peers._ADAPTERS["fa4"][1](module, content)
+    run.call()
+    _, options = module.calls["flash_attn_varlen_func"]
+    assert (options["fa_version"], options["k"].shape) == (4, (9, 2, 16))
+    assert options["out"] is run.output
+    refusal = peers._ADAPTERS["fa4"][1](module, content_of("prefill"))
+    assert refusal.status is Status.UNSUPPORTED
+    module.FA4_AVAILABLE = False
+    assert peers._ADAPTERS["fa4"][1](module, content).status is Status.UNAVAILABLE
+    assert "fa4" in BenchTable.HOPPER.peers
+    # A target does not wait for it, but its time counts where it is measured.
+    assert all("fa4" not in case.target.against for case in HOPPER_CASES)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("adapter", ["fa3", "fa4"])
+@pytest.mark.parametrize("name", ["decode", "fp8", "verify", "mixed", FA4_CASE])
+def test_flash_attention_s_calls_fit_vllm_s_signatures(adapter, name, version):
+    whole = KernelCase(name=FA4_CASE, kind="prefill", **SHAPE, query_lens=(9,), seq_lens=(9,))
+    case = TINY.get(name, whole)
+    module = Recorder()
+    run = peers._ADAPTERS[adapter][1](module, make_content(case, CPU, torch.Generator()))
+    if isinstance(run, Refusal):
+        assert run.status is Status.UNSUPPORTED
+        return
+    run.call()
+    assert module.calls
+    for function, (arguments, options) in module.calls.items():
+        where = "vllm_flash_attn.flash_attn_interface"
+        signature_of(version, where, function).bind(*arguments, **options)
 
 
 def test_xqa_takes_decodes_and_a_causal_mask_for_verifies():

@@ -7,9 +7,9 @@ from typing import Final
 from attn.bench.cases.case import CaseKind, KernelCase, Target, make_case, make_decode, zipf_lens
 from specs.dtypes import CacheDType
 
-MLA_PEERS: Final = ("flashmla", "flashinfer_mla", "vllm_triton_mla", "fa3")
-"""Kernels of other projects that the latent table compares with. ``fa3`` serves the expanded case,
-the others serve absorbed decode."""
+MLA_PEERS: Final = ("fa3", "flashmla", "flashinfer_mla", "vllm_triton_mla")
+"""Kernels of other projects that the latent table compares with. ``fa3`` serves the expanded case
+too, the others serve absorbed decode alone."""
 
 
 def _latent(

@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 
 from attn.bench.cases.case import CaseKind, KernelCase
-from attn.bench.cases.dense import VENDOR_CASES, BenchTable, select_cases
+from attn.bench.cases.dense import FA4_CASE, VENDOR_CASES, BenchTable, select_cases
 from attn.bench.cases.inputs import Content
 from attn.bench.command import USER_ERRORS, Parser, require_gpu, usage_error
 from attn.bench.peers.flashinfer_jit import compile_flashinfer, wrapper_backend
@@ -346,8 +346,6 @@ def _cudnn(module: Any, content: Content) -> KernelRun | Refusal:
     serves prefills of equal lengths without context.
     """
     case = content.case
-    if case.is_bandwidth_bound:
-        return Refusal(Status.UNSUPPORTED, "prefills and mixed steps only")
     for what, is_asked in (
         ("sinks", case.sinks),
         ("a window", case.sliding_window is not None),
@@ -361,16 +359,42 @@ def _cudnn(module: Any, content: Content) -> KernelRun | Refusal:
         import_module("cudnn")
         paged = import_module("flashinfer.cudnn")
     except Exception as error:
+        # Not known is not the same as not served: the target stays open.
         reason = "torch's has neither lengths nor a context, and the paged one cannot be imported"
-        return Refusal(Status.UNSUPPORTED, f"{reason}: {describe(error)}")
-    run = _cudnn_paged(paged, content)
+        return Refusal(Status.UNAVAILABLE, f"{reason}: {describe(error)}")
+    is_decode = case.kind is CaseKind.DECODE
+    run = (_cudnn_decode if is_decode else _cudnn_paged)(paged, content)
     try:
         run.call()
         # Waits, so that an error inside the kernel is raised here and not in another peer's call.
         torch.cuda.synchronize(content.device)
     except Exception as error:
-        return Refusal(Status.UNSUPPORTED, f"the paged one: {describe(error)}")
+        return Refusal(Status.FAILED, f"the paged one: {describe(error)}")
     return run
+
+
+def _cudnn_decode(module: Any, content: Content) -> KernelRun:
+    """CuDNN's paged decode, called by FlashInfer."""
+    case, device, output = content.case, content.device, _output(content)
+    workspace = torch.zeros(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    # cuDNN names a page's axes [N, Hk, P, D]; the transposed views copy nothing.
+    key, value = content.key.transpose(1, 2), content.value.transpose(1, 2)
+    lens, longest = content.seq_lens.view(-1, 1, 1, 1), max(case.seq_lens)
+
+    def call() -> None:
+        module.cudnn_batch_decode_with_kv_cache(
+            content.query,
+            key,
+            value,
+            case.scale,
+            workspace,
+            max_sequence_kv=longest,
+            actual_seq_lens_kv=lens,
+            block_tables=content.block_table,
+            out=output,
+        )
+
+    return KernelRun(call, output)
 
 
 def _cudnn_of_torch(module: Any, content: Content) -> KernelRun:
@@ -432,6 +456,35 @@ def _cudnn_paged(module: Any, content: Content) -> KernelRun:
     return KernelRun(call, output)
 
 
+def _fa4(module: Any, content: Content) -> KernelRun | Refusal:
+    """FlashAttention-4 as vLLM ships it, over contiguous keys and values, in one case."""
+    case = content.case
+    if case.name != FA4_CASE:
+        return Refusal(Status.UNSUPPORTED, f"measured on {FA4_CASE} alone")
+    if not module.FA4_AVAILABLE:
+        return Refusal(Status.UNAVAILABLE, "this vLLM has no FlashAttention-4")
+    key, value = content.own_rows()
+    output, longest = _output(content), max(case.query_lens)
+
+    def call() -> None:
+        module.flash_attn_varlen_func(
+            q=content.query,
+            k=key,
+            v=value,
+            out=output,
+            cu_seqlens_q=content.query_start_loc,
+            cu_seqlens_k=content.query_start_loc,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
+            softmax_scale=case.scale,
+            causal=True,
+            num_splits=1,
+            fa_version=4,
+        )
+
+    return KernelRun(call, output)
+
+
 Adapter = Callable[[Any, Content], KernelRun | Refusal]
 
 _ADAPTERS: Final[dict[str, tuple[str, Adapter]]] = {
@@ -439,6 +492,7 @@ _ADAPTERS: Final[dict[str, tuple[str, Adapter]]] = {
     "flashinfer": ("flashinfer", _flashinfer),
     "xqa": ("flashinfer.decode", _xqa),
     "cudnn": ("torch.nn.attention", _cudnn),
+    "fa4": ("vllm.vllm_flash_attn.flash_attn_interface", _fa4),
     "vllm_triton": ("vllm.v1.attention.ops.triton_unified_attention", _vllm_triton),
 }
 """Module to import for each peer, and the function that prepares a run."""
