@@ -59,6 +59,8 @@ class Target(Spec):
     """
     min_speedup: float = Field(default=1.0, gt=0)
     """Least of our time on the case ``no_slower_than`` over our time on this case."""
+    max_graph_us: float | None = Field(default=None, gt=0)
+    """Most microseconds of our ``forward`` in a captured graph."""
     max_host_us: float | None = Field(default=None, gt=0)
     """Most microseconds of one forward on the host."""
     faster_than: tuple[str, ...] = ()

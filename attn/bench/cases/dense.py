@@ -19,7 +19,13 @@ from attn.bench.cases.case import (
     mixed_lens,
     zipf_lens,
 )
-from attn.bench.cases.latent import LATENT_VENDOR_CASES, MLA_CASES, MLA_PEERS, SPARSE_CASES
+from attn.bench.cases.latent import (
+    LATENT_VENDOR_CASES,
+    MLA_CASES,
+    MLA_PEERS,
+    SPARSE_CASES,
+    SPARSE_PEERS,
+)
 from specs.dtypes import CacheDType
 from specs.engine import DecodeKernel, PrefillKernel
 
@@ -60,7 +66,7 @@ class BenchTable(StrEnum):
     """Time that our backends over FlashInfer's latent kernels add to FlashInfer's own calls, and
     rotation, quantisation to e4m3 and cache write in one launch."""
     SPARSE_MLA = "sparse_mla"
-    """Latent attention over lists against FlashMLA, conversion of a cache, the indexer."""
+    """Latent attention over lists against peers; the conversion of a cache, the indexer."""
 
     @property
     def peers(self) -> tuple[str, ...]:
@@ -70,14 +76,19 @@ class BenchTable(StrEnum):
             BenchTable.MLA: MLA_PEERS,
             BenchTable.FLASHINFER: (),
             BenchTable.TRTLLM_MLA: (),
-            BenchTable.SPARSE_MLA: ("flashmla",),
+            BenchTable.SPARSE_MLA: SPARSE_PEERS,
         }
         return named.get(self, PEERS)
 
     @property
     def has_lines(self) -> bool:
         """True for a table of lines, each a pair of times, in place of kernels and peers."""
-        return self in (BenchTable.FLASHINFER, BenchTable.TRTLLM_MLA, BenchTable.SPARSE_MLA)
+        return self in (BenchTable.FLASHINFER, BenchTable.TRTLLM_MLA)
+
+    @property
+    def is_latent(self) -> bool:
+        """True where latent layers are measured, of which each call allocates its output."""
+        return self in (BenchTable.MLA, BenchTable.TRTLLM_MLA, BenchTable.SPARSE_MLA)
 
     @property
     def takes_hopper(self) -> bool:

@@ -10,8 +10,8 @@ from typing import Any, Final
 import torch
 
 from attn.bench.cases.case import CaseKind, KernelCase
-from attn.bench.cases.inputs import expected_rows, make_content
-from attn.bench.cases.needles import ContentNeedles
+from attn.bench.cases.inputs import Expected, expected_rows, make_content
+from attn.bench.cases.needles import ContentNeedles, NeedleSource
 from attn.bench.measure.judge import check_run, judged, output_of
 from attn.bench.measure.ours import (
     PLAIN_KERNELS,
@@ -191,26 +191,26 @@ def time_runs(
     )
 
 
-def bench_case(bench: KernelBench, case: KernelCase, device: torch.device, log: Log) -> CaseResult:
-    """Check every kernel on a case, then time those that are right, in turn."""
-    reasons = backend_refusals(case, bench.member)
-    if reasons:
-        refused = Contender(name=OURS, status=Status.UNSUPPORTED, reason="; ".join(reasons))
-        return CaseResult(case=case, ours=refused)
-    generator = torch.Generator().manual_seed(bench.seed)
-    content = make_content(case, device, generator)
-    expected, needles = expected_rows(content), ContentNeedles(content, bench.seed)
-    runs: dict[str, KernelRun | Refusal] = {}
-    layer, builder = None, None
-    try:
-        layer = make_layer(bench.member, content, generator)
-    except Exception as error:
-        log(traceback.format_exc())
-        runs[OURS] = Refusal(Status.FAILED, describe(error))
-    else:
-        runs, builder = _our_runs(bench, case, layer, log)
-    latent = (LATENT_ADAPTERS,) if case.rope_size else ()
-    runs.update({name: prepare_peer(name, content, *latent) for name in bench.peers})
+def judged_and_timed(
+    bench: KernelBench,
+    case: KernelCase,
+    prepared: tuple[Mapping[str, KernelRun | Refusal], Expected, NeedleSource],
+    device: torch.device,
+    log: Log,
+) -> dict[str, Contender]:
+    """Check kernels, time those that are right, and check them again.
+
+    Args:
+        bench: rounds and calls.
+        case: the case.
+        prepared: the kernels by name, sampled rows of the result, and needles.
+        device: where the kernels run.
+        log: receives a line for each kernel.
+
+    Returns:
+        A result for each kernel, by name.
+    """
+    runs, expected, needles = prepared
     outcomes: dict[str, Contender | float | Refusal] = {}
     for name, run in runs.items():
         outcomes[name] = (
@@ -231,7 +231,32 @@ def bench_case(bench: KernelBench, case: KernelCase, device: torch.device, log: 
             errors.append(expected.error_of(output_of(run)))
         outcomes[name] = judged(name, run, max(errors))
     made = {name: _contender(name, outcome, times) for name, outcome in outcomes.items()}
-    decodes = case.kind is not CaseKind.PREFILL
+    return made
+
+
+def bench_case(bench: KernelBench, case: KernelCase, device: torch.device, log: Log) -> CaseResult:
+    """Check every kernel on a case, then time those that are right, in turn."""
+    reasons = backend_refusals(case, bench.member)
+    if reasons:
+        refused = Contender(name=OURS, status=Status.UNSUPPORTED, reason="; ".join(reasons))
+        return CaseResult(case=case, ours=refused)
+    generator = torch.Generator().manual_seed(bench.seed)
+    content = make_content(case, device, generator)
+    expected, needles = expected_rows(content), ContentNeedles(content, bench.seed)
+    runs: dict[str, KernelRun | Refusal] = {}
+    layer, builder = None, None
+    try:
+        layer = make_layer(bench.member, content, generator)
+    except Exception as error:
+        log(traceback.format_exc())
+        runs[OURS] = Refusal(Status.FAILED, describe(error))
+    else:
+        runs, builder = _our_runs(bench, case, layer, log)
+    latent = (LATENT_ADAPTERS,) if case.rope_size else ()
+    runs.update({name: prepare_peer(name, content, *latent) for name in bench.peers})
+    made = judged_and_timed(bench, case, (runs, expected, needles), device, log)
+    decodes, ours = case.kind is not CaseKind.PREFILL, runs.get(OURS)
+    is_right = made[OURS].status is Status.MEASURED
     return CaseResult(
         case=case,
         ours=made[OURS],
@@ -242,8 +267,8 @@ def bench_case(bench: KernelBench, case: KernelCase, device: torch.device, log: 
         plan=plan_time(builder, layer) if builder and layer and decodes else None,
         # Not counted in latent cases, where every call allocates its output.
         allocations=(
-            count_allocations(right[OURS].call, device)
-            if OURS in right and not case.rope_size
+            count_allocations(ours.call, device)
+            if isinstance(ours, KernelRun) and is_right and not case.rope_size
             else None
         ),
     )

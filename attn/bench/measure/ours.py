@@ -303,6 +303,7 @@ def backend_refusals(
         has_sink=case.sinks,
         has_sliding_window=case.sliding_window is not None,
         use_mla=case.rope_size > 0,
+        use_sparse=case.topk > 0,
         mla_kernel=mla_kernel,
     )
     return refusals(member, request, detect_device())

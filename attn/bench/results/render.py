@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from attn.bench.cases.dense import PLAN_SIZES, BenchTable
-from attn.bench.cases.latent import SPARSE_CASES, SPARSE_CONTEXT
+from attn.bench.cases.latent import TOPK
 from attn.bench.cases.needles import MOST_DRAWS
 from attn.bench.measure.timing import GRAPH_CALLS
 from attn.bench.results.case_tables import (
@@ -111,14 +111,18 @@ _HOW_LATENT = (
     "they are timed and again after; `error` is the largest relative norm, where e4m3 is stored "
     "its rounding included, which is to the nearest in every element."
 )
-_HOW_SPARSE = (
-    "Times are taken in one process, in turn ({rounds} rounds), on the same tensors; medians. "
-    "`device` is the GPU's time alone: {clock}. `graph` is that of one of {calls} calls in a CUDA "
-    "graph. Rows of queries list {topk} tokens each of contexts of {context}, drawn at "
-    "random. TF counts 2 x (576 + 512) flops per listed row and head; TB/s the bytes that are read "
-    "and written. FlashMLA is vLLM's or its own package's, with queries padded to its 64 or 128 "
-    "heads before they are timed, and with its schedule made. Sampled rows are compared with "
-    "float64 before they are timed and again after; `error` is the largest relative norm."
+_LEGEND_SPARSE = (
+    "Heads of 576 are 512 of the latent and 64 of the rotary part. Rows of queries list {topk} "
+    "tokens each, drawn at random from what they see; TF counts 2 x (576 + 512) flops per listed "
+    "row and head. `fa3` is vLLM's FLASH_ATTN_MLA_SPARSE, `flashmla` vLLM's FLASHMLA_SPARSE. Every "
+    "call turns the listed positions into slots, ours and theirs, and FlashMLA's joins and pads "
+    "its queries to 64 or 128 heads."
+)
+_HOW_SPARSE_LINES = (
+    "Lines of bytes: `device` is the GPU's time alone, with launches queued ahead and an empty L2 "
+    "cache; `graph` is that of one of {calls} calls in a CUDA graph. TB/s counts the bytes that "
+    "are read and written. `deepgemm` is DeepGEMM's paged logits as vLLM calls them, its schedule "
+    "made before."
 )
 _PARTS = {
     Part.OVERHEAD: "A forward beside the call that it makes",
@@ -126,7 +130,7 @@ _PARTS = {
     Part.BUILD: "A step's build beside vLLM's",
     Part.ROPE: "RoPE, e4m3 and the cache write",
     Part.KERNEL: "By another backend's kernel",
-    Part.LISTS: "Latent attention over lists, beside FlashMLA",
+    Part.LISTS: "Tiles of the portable kernel",
     Part.STREAM: "Bytes of the cache",
 }
 
@@ -154,8 +158,11 @@ def render_markdown(results: BenchResults, since: str = "") -> str:
         needles=MOST_DRAWS,
     )
     title = f"# {environment.backend} on {environment.device}"
-    legend = {BenchTable.HOPPER: _LEGEND_HOPPER, BenchTable.MLA: _LEGEND_MLA}
-    is_latent = table_ is BenchTable.MLA
+    legend = {
+        BenchTable.HOPPER: _LEGEND_HOPPER,
+        BenchTable.MLA: _LEGEND_MLA,
+        BenchTable.SPARSE_MLA: _LEGEND_SPARSE.format(topk=TOPK),
+    }
     parts = [
         f"{title}, against the fastest kernels for it" if table_.takes_hopper else title,
         _when(results),
@@ -173,7 +180,8 @@ def render_markdown(results: BenchResults, since: str = "") -> str:
         *_section("In plain Triton", _plain_table(results)),
         *_section("The step's plan", _plan_table(results)),
         *_section("Plans of one engine", _plan_sizes(results)),
-        *([] if is_latent else _section("Memory", _memory_table(results))),
+        *([] if table_.is_latent else _section("Memory", _memory_table(results))),
+        *_line_sections(results.lines),
         *_section("Not measured", _reasons(results)),
     ]
     return "\n\n".join(parts) + "\n"
@@ -204,29 +212,38 @@ def _render_lines(results: BenchResults, since: str) -> str:
     clock = _CPU_CLOCK if environment.device == "cpu" else _CUDA_CLOCK
     checks = [check for line in results.lines if (check := line_check(line)) is not None]
     counts = Counter(check.verdict for check in checks)
-    own = {BenchTable.TRTLLM_MLA: _HOW_LATENT, BenchTable.SPARSE_MLA: _HOW_SPARSE}
-    how = own.get(environment.table, _HOW_LINES)
-    is_sparse = environment.table is BenchTable.SPARSE_MLA
-    beside = "FlashMLA" if is_sparse else "FlashInfer's own calls"
-    lists = {"topk": SPARSE_CASES[0].topk, "context": SPARSE_CONTEXT}
+    how = _HOW_LATENT if environment.table is BenchTable.TRTLLM_MLA else _HOW_LINES
     parts = [
-        f"# {environment.backend} on {environment.device}, beside {beside}",
+        f"# {environment.backend} on {environment.device}, beside FlashInfer's own calls",
         _when(results),
         *filter(None, [since]),
-        how.format(rounds=environment.rounds, clock=clock, calls=GRAPH_CALLS, **lists),
+        how.format(rounds=environment.rounds, clock=clock, calls=GRAPH_CALLS),
         "Targets: " + ", ".join(f"{counts[v]} {v.value}" for v in Verdict) + ".",
     ]
+    parts += _line_sections(results.lines)
+    parts += _section("Not measured", "\n".join(_line_reasons(results.lines)))
+    return "\n\n".join(parts) + "\n"
+
+
+def _line_sections(lines: Sequence[Line]) -> list[str]:
+    """A section with a table for each part that has lines."""
+    found = []
     for part, title in _PARTS.items():
-        lines = [line for line in results.lines if line.part is part]
-        parts += _section(title, _line_table(lines) if lines else "")
+        own = [line for line in lines if line.part is part]
+        how = "" if part is not Part.STREAM else _HOW_SPARSE_LINES.format(calls=GRAPH_CALLS)
+        body = [*filter(None, [how]), _line_table(own)] if own else []
+        found += _section(title, "\n\n".join(body))
+    return found
+
+
+def _line_reasons(lines: Sequence[Line]) -> list[str]:
+    """Every reason once, with the lines that it applies to."""
     reasons: dict[str, list[str]] = {}
-    for line in results.lines:
+    for line in lines:
         if line.reason:
             named = f"{line.backend} {line.case} {line.how.value}"
             reasons.setdefault(line.reason, []).append(named)
-    missing = [f"- {reason} ({', '.join(names)})" for reason, names in reasons.items()]
-    parts += _section("Not measured", "\n".join(missing))
-    return "\n\n".join(parts) + "\n"
+    return [f"- {reason} ({', '.join(names)})" for reason, names in reasons.items()]
 
 
 def _line_table(lines: Sequence[Line]) -> str:
@@ -292,7 +309,8 @@ def _summary(results: BenchResults) -> str:
     for judge in (host_check, plain_check):
         checks += [check for result in results.cases if (check := judge(result)) is not None]
     checks += [free_partition_check(r) for r in results.cases if r.case.compare_free_partition]
-    if results.environment.table is not BenchTable.MLA:
+    checks += [check for line in results.lines if (check := line_check(line)) is not None]
+    if not results.environment.table.is_latent:
         checks += [scratch_check(results), allocation_check(results)]
     checks += filter(None, [plan_check(results)])
     counts = Counter(check.verdict for check in checks)
@@ -424,4 +442,4 @@ def _reasons(results: BenchResults) -> str:
     lines = []
     for (what, reason), names in found.items():
         lines.append(f"- {what}: {reason}" + (f" ({', '.join(names)})" if names else ""))
-    return "\n".join(lines)
+    return "\n".join([*lines, *_line_reasons(results.lines)])

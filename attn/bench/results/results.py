@@ -360,6 +360,11 @@ def checks_of(result: CaseResult, others: Iterable[CaseResult] = ()) -> list[Che
     for bound in target.max_ratios:
         text = f"<= {bound.max_ratio:.2f} x {bound.peer}"
         checks.append(Check(text, _against(result, result.peer(bound.peer), bound.max_ratio)))
+    if target.max_graph_us is not None:
+        captured = result.ours.graph_us
+        holds = None if captured is None else captured <= target.max_graph_us
+        text = f"<= {target.max_graph_us:g} us in a graph"
+        checks.append(Check(text, _judge(result.ours, holds)))
     if target.min_rate is not None:
         time_us = result.ours.time_us
         holds = None if time_us is None else result.case.rate(time_us) >= target.min_rate
