@@ -76,14 +76,16 @@ def test_an_fp8_latent_is_judged_by_its_speed_over_bf16() -> None:
         return CaseResult(case=of, ours=ours)
 
     for time, verdict in ((100.0, Verdict.MET), (101.0, Verdict.NOT_MET)):
-        (check,) = checks_of(result(case, time), [result(other, 160.0)])
+        *others, check = checks_of(result(case, time), [result(other, 160.0)])
         assert check == ("<= 1 / 1.6 of mla_h16_b128_4k", verdict)
+        # FlashMLA's call over an fp8 cache is a peer, and open without it.
+        assert [one.verdict for one in others] == [Verdict.NOT_MEASURED] * 2
 
 
 def test_the_reference_is_right_and_the_table_has_its_peers() -> None:
     bench = make_bench(
         BenchOptions(
-            case=["mla_h16_b1*", "mla_h16_b32_8k"], rounds=1, reps=1, commit="abc", table="mla"
+            case=["mla_h16_b12*", "mla_h16_b32_8k"], rounds=1, reps=1, commit="abc", table="mla"
         )
     )
     assert (bench.backend, bench.peers, len(bench.cases)) == ("TRITON_MLA", MLA_PEERS, 2)
@@ -254,6 +256,18 @@ def test_the_plain_kernel_is_judged_by_a_rate_of_its_own() -> None:
         assert "## In plain Triton" in text
     assert plain_check(CaseResult(case=case, ours=slow)) == (">= 250 TF", Verdict.NOT_MEASURED)
     assert plain_check(CaseResult(case=BY_NAME["mla_h128_b1_8k"], ours=slow)) is None
+
+
+def test_the_cases_have_the_shapes_that_users_run() -> None:
+    judged = [case for case in MLA_CASES if case.is_latent]
+    assert {case.num_heads for case in judged} >= {12, 16, 24, 64, 96, 128}
+    assert {case.block_size for case in judged} == {16, 32, 64, 128}
+    assert {case.num_speculative_tokens for case in judged} == {0, 1, 3, 7}
+    assert max(max(case.seq_lens) for case in judged) == 1048576
+    for case in judged:
+        target = case.target
+        assert (target.max_ratio_to_best, target.max_graph_ratio_to_best) == (1.0, 1.0)
+        assert target.against == MLA_PEERS == ("fa3", "flashmla", "flashinfer_mla", MLA_PEERS[-1])
 
 
 def test_other_projects_kernels_refuse_expanded_rows() -> None:

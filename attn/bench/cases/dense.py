@@ -21,6 +21,7 @@ from attn.bench.cases.case import (
 )
 from attn.bench.cases.latent import (
     LATENT_VENDOR_CASES,
+    MILLION,
     MLA_CASES,
     MLA_PEERS,
     SPARSE_CASES,
@@ -209,7 +210,8 @@ def _for_hopper(case: KernelCase) -> KernelCase:
     """A case with the Hopper table's target, and without the dense table's variants."""
     # The host's cost is judged on this case alone: it is one launch, whatever the lengths.
     host = HOST_TARGET_US if case.name == "pre_1x8k" else None
-    target = Target(max_ratio_to_best=1.0, against=HOPPER_PEERS, max_host_us=host)
+    against = ("fa3",) if case.name in _FA3_ALONE else HOPPER_PEERS
+    target = Target(max_ratio_to_best=1.0, against=against, max_host_us=host)
     return case.replace(target=target, compare_free_partition=False, compare_batch_invariant=False)
 
 
@@ -223,6 +225,24 @@ def _fp8_twin(name: str, of: str) -> KernelCase:
 
 HOST_TARGET_US: Final = 20.0
 """Microseconds that the host may spend in one eager forward of a dense layer."""
+_OTHER_SHAPES: Final = (
+    *(
+        make_decode(f"dec_p{size}_b32_4k", _GQA, [(32, 4096)], block_size=size)
+        for size in (32, 64, 128)
+    ),
+    make_decode("dec_h12_b32_4k", (12, 2, 128), [(32, 4096)]),
+    make_decode("dec_h24_b32_4k", (24, 8, 128), [(32, 4096)]),
+    make_decode("dec_h96_b32_4k", (96, 8, 128), [(32, 4096)]),
+    make_decode("spec4_b128_2k", _GQA, [(128, 2048)], drafts=3),
+    make_decode("spec8_b32_4k", _GQA, [(32, 4096)], drafts=7),
+    make_decode("dec_d192_b32_8k", (8, 1, 192), [(32, 8192)]),
+    make_prefill("pre_d80_1x8k", (32, 8, 80), (1, 8192, 8192)),
+    make_decode("dec_b1_1m", _GQA, [(1, MILLION)]),
+)
+"""Shapes that users run besides: other sizes of pages, numbers of heads and head sizes, drafts of 3
+and of 7 tokens, a million tokens."""
+_FA3_ALONE: Final = ("dec_d192_b32_8k", "pre_d80_1x8k")
+"""Cases of head sizes for which FlashAttention-3 alone must be measured."""
 HOPPER_CASES: Final[tuple[KernelCase, ...]] = (
     *(_for_hopper(case) for case in CASES),
     *(
@@ -232,10 +252,11 @@ HOPPER_CASES: Final[tuple[KernelCase, ...]] = (
         for heads in (_GQA, _D64)
         for count in (6, 48)
     ),
+    *(_for_hopper(case) for case in _OTHER_SHAPES),
     _fp8_twin("pre_fp8_1x8k", "pre_1x8k"),
     _fp8_twin("chunk_fp8_2k_of_16k", "chunk_2k_of_16k"),
 )
-"""The cases of the Hopper table: the dense ones, ragged batches, fp8 caches."""
+"""The cases of the Hopper table: the dense ones, ragged batches, other shapes, fp8 caches."""
 
 VENDOR_CASES: Final = (
     *(

@@ -40,7 +40,15 @@ def _latent(
     return case.replace(target=target or judged, **fields)
 
 
-_FP8_LATENT: Final = Target(no_slower_than="mla_h16_b128_4k", min_speedup=1.6)
+_FP8_LATENT: Final = Target(
+    no_slower_than="mla_h16_b128_4k",
+    min_speedup=1.6,
+    max_ratio_to_best=1.0,
+    max_graph_ratio_to_best=1.0,
+    against=MLA_PEERS,
+)
+MILLION: Final = 1 << 20
+"""Tokens of the longest context."""
 _RAGGED: Final = [(1, length) for length in zipf_lens(64, 128, 32768)]
 MLA_CASES: Final[tuple[KernelCase, ...]] = (
     _latent("mla_h128_b1_8k", 128, (1, 8192)),
@@ -60,6 +68,17 @@ MLA_CASES: Final[tuple[KernelCase, ...]] = (
         target=_FP8_LATENT,
         kv_cache_dtype=CacheDType.FP8_E4M3,
     ),
+    _latent("mla_fp8_h128_b32_4k", 128, (32, 4096), kv_cache_dtype=CacheDType.FP8_E4M3),
+    _latent("mla_h12_b64_4k", 12, (64, 4096)),
+    _latent("mla_h24_b64_4k", 24, (64, 4096)),
+    _latent("mla_h96_b64_4k", 96, (64, 4096)),
+    _latent("mla_h16_q8_b32_4k", 16, (32, 4096), drafts=7),
+    _latent("mla_h128_q4_b32_4k", 128, (32, 4096), drafts=3),
+    _latent("mla_p16_h16_b32_8k", 16, (32, 8192), block_size=16),
+    _latent("mla_p32_h128_b32_4k", 128, (32, 4096), block_size=32),
+    _latent("mla_p128_h128_b32_4k", 128, (32, 4096), block_size=128),
+    _latent("mla_h16_b1_1m", 16, (1, MILLION)),
+    _latent("mla_h128_b1_1m", 128, (1, MILLION)),
     make_case(
         "ragged_mla_pre_1x8k",
         CaseKind.PREFILL,
@@ -69,7 +88,8 @@ MLA_CASES: Final[tuple[KernelCase, ...]] = (
         target=Target(max_ratio_to_best=1.0, against=("fa3",), min_plain_rate=380),
     ),
 )
-"""The cases of the latent table; pages have 64 tokens, the only size that FlashMLA takes."""
+"""The cases of the latent table; unless their name says another size, pages have 64 tokens, the
+only size that FlashMLA takes."""
 
 ROPE_CASE: Final = "mla_rope_h128_t128"
 """Name of a case whose tokens are rotated and written, but not attended."""
@@ -151,6 +171,9 @@ SPARSE_CASES: Final = (
     _sparse("dec_656_h16_b1", 16, max_graph_us=12.0),
     _sparse("dec_656_h128_b1", 128),
     _sparse("ver_656_h16_q4_b16", 16, (16, 4, SPARSE_CONTEXT)),
+    _sparse("dec_656_h12_b64_8k", 12, (64, 1, 8192)),
+    _sparse("dec_656_h24_b64_8k", 24, (64, 1, 8192)),
+    _sparse("dec_656_h96_b64_8k", 96, (64, 1, 8192)),
     _sparse("dec_576_h16_b128", 16, (128, 1, SPARSE_CONTEXT)),
     _sparse("dec_576_h16_b64_8k", 16, (64, 1, 8192)),
     _sparse("dec_576_h16_b8", 16, (8, 1, SPARSE_CONTEXT)),
