@@ -34,6 +34,7 @@ from attn.bench.measure.ours import (
 from attn.bench.measure.timing import (
     CpuClock,
     CudaClock,
+    Timing,
     count_allocations,
     graph_time_us,
     time_interleaved,
@@ -83,6 +84,13 @@ TINY = {
         KernelCase(name="mixed", kind="mixed", **SHAPE, query_lens=(1, 8), seq_lens=(17, 30)),
     )
 }
+
+
+LATENT = KernelCase(
+    name="latent",
+    **{**SHAPE, "num_kv_heads": 1, "head_size": 576, "rope_size": 64, "block_size": 64},
+    **DECODE,
+)
 
 
 def content_of(name):
@@ -354,6 +362,42 @@ def test_the_hopper_table_times_plans_and_the_host_too(monkeypatch):
     # The first plan; plans alone and plans with a forward, by the device's clock and the plan by
     # the host's: one to warm up and two in two rounds each; and one whose result is judged.
     assert len(built) == 1 + 3 * (1 + 2 * 2) + 1
+
+
+def test_graphs_and_launches_of_decodes_are_noted_and_what_fails_is_told(monkeypatch):
+    def graphs(calls, device, rounds, failed):
+        failed["ours"] = RuntimeError("not in a capture")
+        return {}
+
+    lines = []
+    monkeypatch.setattr(measure, "graph_times_us", graphs)
+    (result,) = bench_kernels(bench_of("decode", table=BenchTable.HOPPER), lines.append).cases
+    assert result.ours.graph_us is None
+    assert any("cannot be captured: RuntimeError: not in a capture" in line for line in lines)
+
+    def timed(calls, device, rounds, failed):
+        return {name: Timing(7.0, 0.1, rounds) for name in calls}
+
+    def counted(call, device, in_graph):
+        if in_graph:
+            raise RuntimeError("the profiler saw no launch")
+        return 3
+
+    monkeypatch.setattr(measure, "graph_times_us", timed)
+    monkeypatch.setattr(measure, "count_launches", counted)
+    (result,) = bench_kernels(bench_of("decode", table=BenchTable.HOPPER), quiet).cases
+    assert (result.ours.graph_us, result.ours.graph_spread) == (7.0, 0.1)
+    # A dense forward is one launch, which is not counted.
+    assert (result.ours.launches, result.ours.graph_launches) == (None, None)
+    latent = dataclasses.replace(
+        bench_of("decode", table=BenchTable.MLA, backend="TORCH_REF_MLA"), cases=(LATENT,)
+    )
+    lines = []
+    (result,) = bench_kernels(latent, lines.append).cases
+    assert (result.ours.launches, result.ours.graph_launches) == (3, None)
+    assert any("launches were not counted: RuntimeError: the profiler" in line for line in lines)
+    (prefill,) = bench_kernels(bench_of("prefill", table=BenchTable.HOPPER), quiet).cases
+    assert prefill.ours.graph_us is None
 
 
 def test_a_plan_that_spoils_the_result_is_found(monkeypatch):

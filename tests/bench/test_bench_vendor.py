@@ -16,13 +16,16 @@ from attn.bench.cases.case import KernelCase
 from attn.bench.cases.dense import VENDOR_CASES, BenchTable
 from attn.bench.cases.inputs import make_content
 from attn.bench.kernels import BenchOptions, main, make_bench, run_and_report
+from attn.bench.measure import timing
 from attn.bench.measure.ours import make_layer
 from attn.bench.measure.pairs import Rounds, direct_call
 from attn.bench.measure.timing import (
+    count_launches,
     count_waits,
     eager_times_us,
     graph_times_us,
     host_times_us,
+    launches_of,
     waits_of,
 )
 from attn.bench.peers import vllm_builder
@@ -284,6 +287,50 @@ def test_waits_are_those_within_the_call() -> None:
     assert waits_of([own, launch, *others, *copies, event("cudaStreamSynchronize", 17, 18)]) == 2
     with pytest.raises(RuntimeError, match="saw no launch"):
         waits_of([own, *others])
+
+
+def test_launches_are_those_within_the_call() -> None:
+    own = event("attn.bench.profiled", 10, 20)
+    names = (
+        *("cudaLaunchKernel", "cuLaunchKernelEx", "cudaMemcpyAsync", "cudaMemsetAsync"),
+        *("aten::cat", "cudaStreamIsCapturing", "cudaEventRecord"),
+    )
+    inside = [event(name, 11 + at, 12 + at) for at, name in enumerate(names)]
+    assert launches_of([own, *inside, event("cudaLaunchKernel", 30, 31)]) == 4
+    with pytest.raises(RuntimeError, match="saw no launch"):
+        launches_of([own])
+    assert count_launches(lambda: None, CPU) is None
+
+
+def test_a_call_that_cannot_be_captured_leaves_the_others_their_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def captured(call: Any, device: torch.device) -> Any:
+        return call()
+
+    def broken() -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(timing, "_captured", captured)
+    monkeypatch.setattr(timing, "_replay_us", lambda graph, device: graph)
+    calls, on_gpu = {"a": lambda: 2.0, "b": broken}, torch.device("cuda")
+    failed: dict[str, Exception] = {}
+    times = graph_times_us(calls, on_gpu, 3, failed)
+    assert times is not None
+    assert {name: one.median_us for name, one in times.items()} == {"a": 2.0}
+    assert [*failed] == ["b"]
+    with pytest.raises(RuntimeError, match="not permitted"):
+        graph_times_us(calls, on_gpu, 3)
+
+
+@pytest.mark.gpu
+def test_launches_of_real_calls_are_counted() -> None:
+    device = torch.device("cuda")
+    one, two = (torch.ones(8, device=device) for _ in range(2))
+    for in_graph in (False, True):
+        assert count_launches(lambda: one.add_(1), device, in_graph) == 1
+        assert count_launches(lambda: torch.cat([one, two]).add_(1), device, in_graph) == 2
+        assert count_launches(lambda: one.new_zeros(8), device, in_graph) == 1
 
 
 @pytest.mark.gpu

@@ -92,7 +92,8 @@ def sparse_lines(
 
     Args:
         case: one of :data:`attn.bench.cases.latent.SPARSE_CASES`. One that attends lists is
-            measured with every tile of our portable kernel, which is not called by a layer here.
+            measured with every tile of our portable kernel and with the Hopper kernel's, by the
+            operation alone and not by a layer.
         backends: names of our backends, for the lines.
         rounds: settings of the measurement.
         log: receives the place of an error.
@@ -107,7 +108,11 @@ def sparse_lines(
         yield from lines_or_reason(asked, [], partial(_logits, case, asked, rounds), log)
         return
     content = make_sparse_content(case, rounds)
-    for label, tile in {"": None, **alternatives(content)}.items():
+    tiles: dict[str, SparseTile | None] = {"": None, **alternatives(content)}
+    hopper, _ = _hopper_tile(content, DecodeKernel.AUTO)
+    if hopper is not None:
+        tiles[DecodeKernel.HOPPER.value] = hopper
+    for label, tile in tiles.items():
         asked = _asked(case, ", ".join(filter(None, [name, label])), ALONE)
         given = partial(_attended, content, asked, rounds, tile)
         yield from lines_or_reason(asked, [], given, log)
