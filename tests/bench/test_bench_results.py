@@ -568,11 +568,35 @@ def test_the_host_s_cost_is_a_line_of_one_case(host_us, verdict):
     assert host_check(hopper_result("pre_4x4k", 800.0)) is None
     environment = ENVIRONMENT.replace(table=BenchTable.HOPPER)
     text = render_markdown(BenchResults(environment=environment, cases=(result,)))
-    body = text.split("## On the host\n\n")[1].split("\n\n")[0]
-    shown = "n/a" if host_us is None else f"{host_us} us"
-    assert body == (
-        f"- one eager `forward` of pre_1x8k: {shown} per call, target <= 20 us: {verdict.value}"
-    )
+    row = cells(text, "On the host", "pre_1x8k")
+    assert row[1] == ("n/a" if host_us is None else f"**{host_us}**")
+    assert row[-2:] == ["<= 20 us", verdict.value]
+
+
+@pytest.mark.parametrize(
+    ("ours", "fa3", "verdict"),
+    [
+        (30.0, 32.0, Verdict.MET),
+        (33.0, 32.0, Verdict.NOT_MET),
+        (None, 32.0, Verdict.NOT_MEASURED),
+        (30.0, None, Verdict.NOT_MEASURED),
+    ],
+)
+def test_the_host_s_cost_of_a_latent_forward_is_judged_beside_a_peer(ours, fa3, verdict):
+    (case,) = (case for case in MLA_CASES if case.name == "mla_h16_b32_8k")
+    peer = measured("fa3", 100.0, host_us=fa3)
+    result = CaseResult(case=case, ours=measured("ours", 99.0, host_us=ours), peers=(peer,))
+    assert host_check(result) == ("<= fa3", verdict)
+    assert host_check(result.replace(peers=())).verdict is Verdict.NOT_MEASURED
+    environment = ENVIRONMENT.replace(table=BenchTable.MLA)
+    text = render_markdown(BenchResults(environment=environment, cases=(result,)))
+    row = cells(text, "On the host", "mla_h16_b32_8k")
+    assert row[3] == ("" if fa3 is None else f"{fa3}")
+    assert row[-2:] == ["<= fa3", verdict.value]
+    for case in (*MLA_CASES, *SPARSE_CASES):
+        asked = case.is_latent and case.target.max_ratio_to_best == 1.0
+        reads = case.kv_cache_dtype.value == "auto"
+        assert case.target.host_at_most == ("fa3" if asked and reads else None), case.name
 
 
 @pytest.fixture

@@ -63,6 +63,8 @@ class Target(Spec):
     """Most microseconds of our ``forward`` in a captured graph."""
     max_host_us: float | None = Field(default=None, gt=0)
     """Most microseconds of one forward on the host."""
+    host_at_most: str | None = None
+    """Name of the peer whose host time bounds that of our forward."""
     faster_than: tuple[str, ...] = ()
     """Peers that our kernel must be faster than."""
     max_ratios: tuple[PeerBound, ...] = ()

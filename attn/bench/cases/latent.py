@@ -34,6 +34,8 @@ def _latent(
         max_ratio_to_best=1.0,
         max_graph_ratio_to_best=1.0,
         against=MLA_PEERS,
+        # FlashAttention-3 takes no fp8 cache.
+        host_at_most=None if "kv_cache_dtype" in fields else "fa3",
         min_plain_rate=min_plain_rate,
     )
     case = make_decode(name, (heads, 1, 576), requests, drafts=drafts, rope_size=64, block_size=64)
@@ -140,6 +142,8 @@ def _sparse(
     level: dict[str, Any] = {} if rows == "576" else {"max_ratio_to_best": 1.0}
     if level and kind != "pre":
         level["max_graph_ratio_to_best"] = 1.0
+    if rows == "bf16":
+        level["host_at_most"] = "fa3"
     return make_case(
         *(name, kinds[kind], (heads, 1, 576), [requests]),
         rope_size=64,

@@ -13,6 +13,7 @@ from attn.bench.results.case_tables import (
     case_table,
     graph_table,
     kernel_table,
+    microseconds,
     percent,
     rate_text,
     ratio_text,
@@ -174,7 +175,7 @@ def render_markdown(results: BenchResults, since: str = "") -> str:
         case_table(cases, table_.peers),
         *_section("In a captured graph", _graphs(results)),
         *_section("Every kernel", kernel_table(cases)),
-        *_section("On the host", _host_lines(results)),
+        *_section("On the host", _host_table(results)),
         *_section("Batch-invariant decode against a free partition", _free_table(results)),
         *_section("Batch-invariant prefill", _invariant_table(results)),
         *_section("In plain Triton", _plain_table(results)),
@@ -317,19 +318,35 @@ def _summary(results: BenchResults) -> str:
     return "Targets: " + ", ".join(f"{counts[v]} {v.value}" for v in Verdict) + "."
 
 
-def _host_lines(results: BenchResults) -> str:
-    """Host time of one eager forward: a line for each case that has a bound."""
-    lines = []
+def _host_table(results: BenchResults) -> str:
+    """Host time of one eager forward: a row for each case that has a bound."""
+    peers = results.environment.table.peers
+    rows = []
     for result in results.cases:
         check = host_check(result)
-        if check is not None:
-            host = result.ours.host_us
-            time = "n/a" if host is None else f"{host:.1f} us"
-            lines.append(
-                f"- one eager `forward` of {result.case.name}: {time} per call, target "
-                f"{check.text}: {check.verdict.value}"
-            )
-    return "\n".join(lines)
+        if check is None:
+            continue
+        ours = result.ours
+        rows.append(
+            [
+                result.case.name,
+                "n/a" if ours.host_us is None else f"**{ours.host_us:.1f}**",
+                microseconds(ours.plan_host_us),
+                *(
+                    time_text(peer, None if peer is None else peer.host_us)
+                    for peer in map(result.peer, peers)
+                ),
+                check.text,
+                check.verdict.value,
+            ]
+        )
+    if not rows:
+        return ""
+    how = (
+        "Microseconds of the host in one eager `forward`, with an idle GPU at first and without "
+        "waiting for it. `build` is that of our step's plan."
+    )
+    return f"{how}\n\n{table(['case', 'ours', 'build', *peers, 'target', 'verdict'], rows)}"
 
 
 def _own(result: CaseResult, contender: Contender | None) -> str:

@@ -386,11 +386,16 @@ def plain_check(result: CaseResult) -> Check | None:
 
 def host_check(result: CaseResult) -> Check | None:
     """Judge the host's time of one forward; None for a case without a bound."""
-    bound = result.case.target.max_host_us
-    if bound is None:
+    target, host = result.case.target, result.ours.host_us
+    if target.host_at_most is not None:
+        peer = result.peer(target.host_at_most)
+        bound = None if peer is None else peer.host_us
+        holds = None if host is None or bound is None else host <= bound
+        return Check(f"<= {target.host_at_most}", _judge(result.ours, holds))
+    if target.max_host_us is None:
         return None
-    holds = None if result.ours.host_us is None else result.ours.host_us <= bound
-    return Check(f"<= {bound:g} us", _judge(result.ours, holds))
+    holds = None if host is None else host <= target.max_host_us
+    return Check(f"<= {target.max_host_us:g} us", _judge(result.ours, holds))
 
 
 def verdict_of(checks: Iterable[Check]) -> Verdict | None:
