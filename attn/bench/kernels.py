@@ -6,6 +6,7 @@ FlashInfer and XQA. ``mla`` compares absorbed decode over latent caches with Fla
 and vLLM's Triton MLA. ``flashinfer`` compares our dense backends over FlashInfer with the calls
 that they make, and ``trtllm_mla`` our latent ones. ``sparse_mla`` compares latent attention over
 lists with FlashAttention-3 and FlashMLA, and measures the conversion of a cache and the indexer.
+``invariance`` compares dense kernels with batch invariance with the same without.
 
 ``python -m attn.bench.kernels`` runs the same benchmark and needs nothing beyond the library.
 """

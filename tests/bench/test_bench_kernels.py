@@ -534,6 +534,14 @@ def test_flash_attention_is_called_as_vllm_calls_it():
     assert run.tolerance == 6e-2
 
 
+def test_flash_attention_with_one_split_is_a_peer_of_batch_invariance():
+    for adapter, splits in (("fa3", 0), ("fa3_one_split", 1)):
+        calls, _ = call_of(adapter, "decode")
+        assert calls["flash_attn_varlen_func"][1]["num_splits"] == splits
+        assert calls["get_scheduler_metadata"][1]["num_splits"] == splits
+    assert BenchTable.INVARIANCE.peers == ("fa3", "fa3_one_split")
+
+
 def test_vllm_triton_gets_split_buffers_up_to_its_threshold():
     calls, _ = call_of("vllm_triton", "verify")
     _, options = calls["unified_attention"]
@@ -815,7 +823,7 @@ def test_a_wrong_kernel_of_ours_fails_the_command(tmp_path, monkeypatch):
         (["--peer", "fa3", "--no-peers"], "not both"),
         (
             ["--table", "blackwell"],
-            "table must be one of dense, hopper, mla, flashinfer, trtllm_mla, sparse_mla, got",
+            "dense, hopper, mla, invariance, flashinfer, trtllm_mla, sparse_mla, got 'blackwell'",
         ),
         (["--case", "rag6_d64"], "case must match one of dec_b1_8k"),
         (["--merge", "nowhere.json"], "nowhere.json"),

@@ -6,7 +6,13 @@ import re
 import pytest
 
 from attn.bench.cases.case import PEERS
-from attn.bench.cases.dense import CASES, HOPPER_CASES, MAX_SCRATCH_BYTES, BenchTable
+from attn.bench.cases.dense import (
+    CASES,
+    HOPPER_CASES,
+    INVARIANCE_CASES,
+    MAX_SCRATCH_BYTES,
+    BenchTable,
+)
 from attn.bench.cases.latent import MLA_CASES, SPARSE_CASES
 from attn.bench.results.chart import cases_of
 from attn.bench.results.render import render_markdown
@@ -25,6 +31,7 @@ from attn.bench.results.results import (
     checks_of,
     free_partition_check,
     host_check,
+    invariant_check,
     is_level,
     plan_check,
     scratch_check,
@@ -672,3 +679,29 @@ def test_a_table_of_cases_is_read_as_it_is_written(hopper_results):
 def test_the_two_tables_do_not_merge(results, hopper_results):
     with pytest.raises(ValueError, match="must have table 'hopper', got 'dense'"):
         hopper_results.merged(results, [])
+
+
+@pytest.mark.parametrize(
+    ("invariant", "verdict"),
+    [
+        (104.9, Verdict.MET),
+        (105.1, Verdict.NOT_MET),
+        (None, Verdict.NOT_MEASURED),
+        (not_measured("batch invariant", Status.WRONG), Verdict.NOT_MET),
+    ],
+)
+def test_what_batch_invariance_costs_is_judged(invariant, verdict):
+    (case,) = (case for case in INVARIANCE_CASES if case.name == "dec_b32_4k")
+    if isinstance(invariant, float):
+        invariant = measured("batch invariant", invariant)
+    result = CaseResult(case=case, ours=measured("ours", 100.0), batch_invariant=invariant)
+    assert invariant_check(result) == ("<= 1.05 x default", verdict)
+    environment = ENVIRONMENT.replace(table=BenchTable.INVARIANCE)
+    text = render_markdown(BenchResults(environment=environment, cases=(result,)))
+    row = cells(text, "With batch invariance", "dec_b32_4k")
+    assert row[-2:] == ["<= 1.05 x default", verdict.value]
+    bounds = {case.name: case.target.max_invariant_ratio for case in INVARIANCE_CASES}
+    assert bounds["pre_1x8k"] == 1.3
+    assert bounds["pre_d256_1x8k"] == 1.6
+    assert bounds["dec_d256_b32_8k"] == 1.05
+    assert all(case.compare_batch_invariant for case in INVARIANCE_CASES)

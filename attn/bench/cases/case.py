@@ -61,6 +61,8 @@ class Target(Spec):
     """Least of our time on the case ``no_slower_than`` over our time on this case."""
     max_graph_us: float | None = Field(default=None, gt=0)
     """Most microseconds of our ``forward`` in a captured graph."""
+    max_invariant_ratio: float | None = Field(default=None, gt=0)
+    """Most time per layer with ``EngineConfig.batch_invariant=True`` over that without."""
     max_host_us: float | None = Field(default=None, gt=0)
     """Most microseconds of one forward on the host."""
     host_at_most: str | None = None

@@ -36,7 +36,9 @@ FA4: Final = "fa4"
 FA4_CASE: Final = "pre_1x8k"
 """The case that shows whether FlashAttention-4 is a peer on Hopper. Its time counts there if it can
 be measured, and is not missed where it cannot."""
-ALL_PEERS: Final = tuple(dict.fromkeys((*PEERS, *HOPPER_PEERS, FA4, *MLA_PEERS)))
+FA3_ONE_SPLIT: Final = "fa3_one_split"
+"""FlashAttention-3 with one split of the keys, as vLLM calls it for batch invariance."""
+ALL_PEERS: Final = tuple(dict.fromkeys((*PEERS, *HOPPER_PEERS, FA4, FA3_ONE_SPLIT, *MLA_PEERS)))
 
 TILES: Final = "tiles"
 """A name that the sparse table takes in place of a peer: other tiles of our portable kernel."""
@@ -61,6 +63,8 @@ class BenchTable(StrEnum):
     """The kernels that ``auto`` takes, against the fastest kernels for Hopper."""
     MLA = "mla"
     """Absorbed decode over a latent cache, called as an engine calls it, against peers."""
+    INVARIANCE = "invariance"
+    """The kernels that ``auto`` takes with batch invariance, against the same without."""
     FLASHINFER = "flashinfer"
     """Time that our backends over FlashInfer's dense kernels add to FlashInfer's own calls."""
     TRTLLM_MLA = "trtllm_mla"
@@ -74,6 +78,7 @@ class BenchTable(StrEnum):
         """Names of the peers that the table compares with."""
         named: dict[BenchTable, tuple[str, ...]] = {
             BenchTable.HOPPER: (*HOPPER_PEERS, FA4),
+            BenchTable.INVARIANCE: ("fa3", FA3_ONE_SPLIT),
             BenchTable.MLA: MLA_PEERS,
             BenchTable.FLASHINFER: (),
             BenchTable.TRTLLM_MLA: (),
@@ -94,7 +99,7 @@ class BenchTable(StrEnum):
     @property
     def takes_hopper(self) -> bool:
         """True where our kernels are those that ``auto`` takes, and not the portable ones."""
-        return self in (BenchTable.HOPPER, BenchTable.MLA, BenchTable.SPARSE_MLA)
+        return self not in (BenchTable.DENSE, BenchTable.FLASHINFER, BenchTable.TRTLLM_MLA)
 
     @property
     def bounds_plans(self) -> bool:
@@ -134,6 +139,7 @@ class BenchTable(StrEnum):
         named = {
             BenchTable.DENSE: "dense_decode_kernel",
             BenchTable.HOPPER: "dense_decode_kernel",
+            BenchTable.INVARIANCE: "dense_decode_kernel",
             BenchTable.MLA: "latent_decode_kernel",
             BenchTable.SPARSE_MLA: "sparse_own_decode_kernel",
         }
@@ -144,6 +150,7 @@ class BenchTable(StrEnum):
         """The cases, in the order of the table."""
         named = {
             BenchTable.HOPPER: HOPPER_CASES,
+            BenchTable.INVARIANCE: INVARIANCE_CASES,
             BenchTable.MLA: MLA_CASES,
             BenchTable.FLASHINFER: VENDOR_CASES,
             BenchTable.TRTLLM_MLA: LATENT_VENDOR_CASES,
@@ -257,6 +264,27 @@ HOPPER_CASES: Final[tuple[KernelCase, ...]] = (
     _fp8_twin("chunk_fp8_2k_of_16k", "chunk_2k_of_16k"),
 )
 """The cases of the Hopper table: the dense ones, ragged batches, other shapes, fp8 caches."""
+
+
+def _invariant(name: str) -> KernelCase:
+    """A case of the Hopper table, also timed with batch invariance, which has a bound."""
+    (case,) = (case for case in HOPPER_CASES if case.name == name)
+    bound = 1.05
+    if not case.is_bandwidth_bound:
+        bound = 1.3 if case.head_size <= 128 else 1.6
+    return case.replace(target=Target(max_invariant_ratio=bound), compare_batch_invariant=True)
+
+
+INVARIANCE_CASES: Final = tuple(
+    _invariant(name)
+    for name in (
+        *("dec_b1_8k", "dec_b32_4k", "dec_b128_8k", "dec_b64_zipf", "dec_tp8_b32_8k"),
+        *("dec_d64_b32_8k", "dec_d256_b32_8k", "dec_fp8_b128_8k", "spec4_b32_8k", "spec8_b8_32k"),
+        *("pre_1x8k", "pre_16x1k", "chunk_2k_of_16k", "pre_d64_1x8k", "pre_d256_1x8k"),
+        *("pre_sw1k_1x16k", "mix_64dec8k_2kpre"),
+    )
+)
+"""The cases of the table of batch invariance."""
 
 VENDOR_CASES: Final = (
     *(

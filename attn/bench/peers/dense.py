@@ -18,7 +18,13 @@ from typing import Any, Final
 import torch
 
 from attn.bench.cases.case import CaseKind, KernelCase
-from attn.bench.cases.dense import FA4_CASE, VENDOR_CASES, BenchTable, select_cases
+from attn.bench.cases.dense import (
+    FA3_ONE_SPLIT,
+    FA4_CASE,
+    VENDOR_CASES,
+    BenchTable,
+    select_cases,
+)
 from attn.bench.cases.inputs import Content
 from attn.bench.command import USER_ERRORS, Parser, require_gpu, usage_error
 from attn.bench.peers.flashinfer_jit import compile_flashinfer, wrapper_backend
@@ -125,8 +131,14 @@ def _descale(content: Content) -> torch.Tensor:
     return one.expand(content.case.num_reqs, content.case.num_kv_heads)
 
 
-def _fa3(module: Any, content: Content) -> KernelRun | Refusal:
-    """FlashAttention-3 as vLLM ships it; over an fp8 cache its query is fp8 too."""
+def _fa3(module: Any, content: Content, splits: int = 0) -> KernelRun | Refusal:
+    """FlashAttention-3 as vLLM ships it; over an fp8 cache its query is fp8 too.
+
+    Args:
+        module: vLLM's package of it.
+        content: the case's inputs.
+        splits: splits of the keys; 0 leaves the number to it.
+    """
     if not module.FA3_AVAILABLE:
         return Refusal(Status.UNAVAILABLE, "this vLLM has no FlashAttention-3 library")
     case, output = content.case, _output(content)
@@ -149,7 +161,7 @@ def _fa3(module: Any, content: Content) -> KernelRun | Refusal:
             page_size=case.block_size,
             causal=True,
             window_size=window,
-            num_splits=0,
+            num_splits=splits,
         )
 
     made = plan()
@@ -174,7 +186,7 @@ def _fa3(module: Any, content: Content) -> KernelRun | Refusal:
             q_descale=descale,
             k_descale=descale,
             v_descale=descale,
-            num_splits=0,
+            num_splits=splits,
             fa_version=3,
             s_aux=sinks,
         )
@@ -489,6 +501,7 @@ Adapter = Callable[[Any, Content], KernelRun | Refusal]
 
 _ADAPTERS: Final[dict[str, tuple[str, Adapter]]] = {
     "fa3": ("vllm.vllm_flash_attn", _fa3),
+    FA3_ONE_SPLIT: ("vllm.vllm_flash_attn", partial(_fa3, splits=1)),
     "flashinfer": ("flashinfer", _flashinfer),
     "xqa": ("flashinfer.decode", _xqa),
     "cudnn": ("torch.nn.attention", _cudnn),

@@ -36,6 +36,7 @@ _VENDOR: Final = ("attn/impls/vendor", "builders/vendor", "attn/kernels/cache")
 MEASURED: Final[dict[BenchTable, tuple[str, ...]]] = {
     BenchTable.DENSE: _DENSE,
     BenchTable.HOPPER: _DENSE,
+    BenchTable.INVARIANCE: _DENSE,
     BenchTable.MLA: _LATENT,
     BenchTable.FLASHINFER: _VENDOR,
     BenchTable.TRTLLM_MLA: (*_VENDOR, *_LATENT),
@@ -46,12 +47,13 @@ MEASURED: Final[dict[BenchTable, tuple[str, ...]]] = {
 PAGES: Final = {
     "h200_triton_attn.md": BenchTable.DENSE,
     "h200_hopper.md": BenchTable.HOPPER,
+    "h200_invariance.md": BenchTable.INVARIANCE,
     "h200_mla.md": BenchTable.MLA,
     "h200_flashinfer.md": BenchTable.FLASHINFER,
     "h200_trtllm_mla.md": BenchTable.TRTLLM_MLA,
     "h200_sparse_mla.md": BenchTable.SPARSE_MLA,
 }
-"""Committed tables, by the name of their file."""
+"""Tables by the name of their file, where they are committed."""
 
 _HEAD = re.compile(r"^\d{4}-\d\d-\d\d, commit ([^;]+);.*$", re.MULTILINE)
 

@@ -33,6 +33,7 @@ from attn.bench.results.results import (
     checks_of,
     free_partition_check,
     host_check,
+    invariant_check,
     line_check,
     plain_check,
     plan_check,
@@ -177,7 +178,7 @@ def render_markdown(results: BenchResults, since: str = "") -> str:
         *_section("Every kernel", kernel_table(cases)),
         *_section("On the host", _host_table(results)),
         *_section("Batch-invariant decode against a free partition", _free_table(results)),
-        *_section("Batch-invariant prefill", _invariant_table(results)),
+        *_section(_invariant_title(results), _invariant_table(results)),
         *_section("In plain Triton", _plain_table(results)),
         *_section("The step's plan", _plan_table(results)),
         *_section("Plans of one engine", _plan_sizes(results)),
@@ -307,7 +308,7 @@ def _section(title: str, body: str) -> list[str]:
 
 def _summary(results: BenchResults) -> str:
     checks = [check for result in results.cases for check in checks_of(result, results.cases)]
-    for judge in (host_check, plain_check):
+    for judge in (host_check, plain_check, invariant_check):
         checks += [check for result in results.cases if (check := judge(result)) is not None]
     checks += [free_partition_check(r) for r in results.cases if r.case.compare_free_partition]
     checks += [check for line in results.lines if (check := line_check(line)) is not None]
@@ -367,8 +368,15 @@ def _free_table(results: BenchResults) -> str:
     return table(header, rows) if rows else ""
 
 
+def _invariant_title(results: BenchResults) -> str:
+    is_own = results.environment.table is BenchTable.INVARIANCE
+    return "With batch invariance" if is_own else "Batch-invariant prefill"
+
+
 def _invariant_table(results: BenchResults) -> str:
     header = ["case", "default", "rate", "invariant", "rate", "invariant / default"]
+    has_bounds = any(result.case.target.max_invariant_ratio for result in results.cases)
+    header += ["target", "verdict"] * has_bounds
     rows = []
     for result in results.cases:
         if result.case.compare_batch_invariant:
@@ -376,7 +384,10 @@ def _invariant_table(results: BenchResults) -> str:
             ratio = result.ratio(other)
             cells = [_own(result, ours), rate_text(result, ours)]
             cells += [_own(result, other) or "n/a", rate_text(result, other)]
-            rows.append([result.case.name, *cells, ratio_text(ratio and 1 / ratio)])
+            cells.append(ratio_text(ratio and 1 / ratio))
+            check = invariant_check(result)
+            judged = ["", ""] if check is None else [check.text, check.verdict.value]
+            rows.append([result.case.name, *cells, *judged * has_bounds])
     return table(header, rows) if rows else ""
 
 

@@ -398,6 +398,19 @@ def host_check(result: CaseResult) -> Check | None:
     return Check(f"<= {target.max_host_us:g} us", _judge(result.ours, holds))
 
 
+def invariant_check(result: CaseResult) -> Check | None:
+    """Judge our time with batch invariance over that without; None for a case without a bound."""
+    bound, other = result.case.target.max_invariant_ratio, result.batch_invariant
+    if bound is None:
+        return None
+    text = f"<= {bound:g} x default"
+    if other is None:
+        return Check(text, Verdict.NOT_MEASURED)
+    ours, invariant = result.cost(result.ours), result.cost(other)
+    holds = None if ours is None or invariant is None else invariant <= bound * ours
+    return Check(text, _judge(other, holds))
+
+
 def verdict_of(checks: Iterable[Check]) -> Verdict | None:
     """The worst verdict on several checks; None where there are none."""
     verdicts = {check.verdict for check in checks}
