@@ -5,7 +5,8 @@ that each kernel needs once per step, and compares with the fastest of FlashAtte
 FlashInfer and XQA. ``mla`` compares absorbed decode over latent caches with FlashMLA, FlashInfer
 and vLLM's Triton MLA. ``flashinfer`` compares our dense backends over FlashInfer with the calls
 that they make, and ``trtllm_mla`` our latent ones. ``sparse_mla`` compares latent attention over
-lists with FlashMLA, and measures the conversion of a cache and the indexer.
+lists with FlashAttention-3 and FlashMLA, and measures the conversion of a cache and the indexer.
+``invariance`` compares dense kernels with batch invariance with the same without.
 
 ``python -m attn.bench.kernels`` runs the same benchmark and needs nothing beyond the library.
 """
@@ -17,7 +18,6 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,6 +28,7 @@ from attn.bench.command import USER_ERRORS, Parser, require_gpu, usage_error
 from attn.bench.measure.measure import OURS, Log, bench_case
 from attn.bench.measure.ours import measure_plans, measure_scratch
 from attn.bench.measure.pairs import Rounds
+from attn.bench.measure.sparse import bench_sparse_case
 from attn.bench.options import DECODE_OPTIONS, HELP, BenchOptions
 from attn.bench.results.reasons import describe
 from attn.bench.results.render import line_text, render_markdown
@@ -42,7 +43,7 @@ from attn.bench.results.results import (
 )
 from attn.bench.results.tables.flashinfer import vendor_lines
 from attn.bench.results.tables.flashinfer_mla import latent_lines
-from attn.bench.results.tables.sparse import sparse_lines
+from attn.bench.results.tables.sparse import has_lines, sparse_lines
 from attn.bench.settings import KernelBench, environment_of
 from specs.engine import DecodeKernel
 
@@ -66,7 +67,7 @@ def bench_kernels(
     if bench.table.has_lines:
         return _bench_lines(bench, device, results, log, on_result)
     scratch, reason = None, ""
-    if bench.table is not BenchTable.MLA:
+    if not bench.table.is_latent:
         scratch, reason = measure_scratch(bench.member, device, bench.seed)
     results = results.replace(scratch_bytes=scratch, scratch_reason=reason)
     if bench.table.bounds_plans:
@@ -75,9 +76,15 @@ def bench_kernels(
     for case in bench.cases:
         release_memory(device)
         log(f"{case.name}: {case.what}")
-        result = _bench_or_fail(bench, case, device, log)
-        results = results.replace(cases=(*results.cases, result))
-        log(_result_line(result, results.cases))
+        if bench.table is BenchTable.SPARSE_MLA and has_lines(case, bench.peers):
+            rounds = Rounds(device, bench.rounds, bench.reps, bench.seed)
+            for line in sparse_lines(case, bench.backends, rounds, log):
+                log(f"  {line_text(line)}")
+                results = results.replace(lines=(*results.lines, line))
+        else:
+            result = _bench_or_fail(bench, case, device, log)
+            results = results.replace(cases=(*results.cases, result))
+            log(_result_line(result, results.cases))
         if on_result is not None:
             on_result(results)
         if not _still_works(device, log):
@@ -96,9 +103,6 @@ def _bench_lines(
     """Measure a table of lines, which compare our backends with the calls that they make."""
     rounds = Rounds(device, bench.rounds, bench.reps, bench.seed)
     lines_of = latent_lines if bench.table is BenchTable.TRTLLM_MLA else vendor_lines
-    if bench.table is BenchTable.SPARSE_MLA:
-        kernel = bench.kernels.sparse.own_decode
-        lines_of = partial(sparse_lines, kernel=kernel, peers=bench.peers)
     for case in bench.cases:
         log(f"{case.name}: {case.what}")
         for line in lines_of(case, bench.backends, rounds, log):
@@ -117,7 +121,8 @@ def _bench_or_fail(
 ) -> CaseResult:
     """Measure a case; where the whole case fails, its result holds the reason."""
     try:
-        return bench_case(bench, case, device, log)
+        measure = bench_sparse_case if case.topk else bench_case
+        return measure(bench, case, device, log)
     except Exception as error:
         log(traceback.format_exc(limit=-4))
         return CaseResult(
@@ -142,10 +147,8 @@ def _result_line(result: CaseResult, others: Sequence[CaseResult]) -> str:
     for contender in (result.ours, result.free_partition, result.batch_invariant, *result.peers):
         if contender is not None and contender.time_us is not None:
             rate = f"{result.case.rate(contender.time_us):.0f} {result.case.unit}"
-            planned = contender.planned_us
-            text = f"{contender.time_us:.1f} us"
-            text += "" if planned is None else f", planned {planned:.1f} us"
-            parts.append(f"{contender.name} {text} ({rate})")
+            layer = f"{result.cost(contender):.1f} us a layer"
+            parts.append(f"{contender.name} {layer}, alone {contender.time_us:.1f} us ({rate})")
     verdict = verdict_of(checks_of(result, others))
     return "  " + ", ".join([*parts, "" if verdict is None else f"target {verdict.value}"])
 
@@ -178,7 +181,7 @@ def run_and_report(bench: KernelBench | None, report: Report, log: Log = print) 
         whole = report.combined(measured)
     report.write(whole)
     if report.out is None:
-        log(render_markdown(whole))
+        log(render_markdown(whole, report.age(whole)))
     for line in report.finish(whole):
         log(line)
     broken = (Status.WRONG, Status.FAILED)

@@ -33,9 +33,9 @@ class BenchOptions:
 HELP: Final = {
     "backend": "Registry name of the backend; default: the table's.",
     "table": (
-        "Which cases, peers and targets: dense, hopper or mla; these time each step's plan. Or "
-        "flashinfer or trtllm_mla: what our backends over FlashInfer add to its own calls. Or "
-        "sparse_mla: latent attention over lists, beside FlashMLA."
+        "Which cases, peers and targets: dense, hopper, mla or sparse_mla; or invariance, what "
+        "batch invariance costs; or flashinfer or trtllm_mla, what our backends over FlashInfer "
+        "add to its own calls."
     ),
     "case": "Shell pattern of names of cases, repeatable; a name that is unknown lists them all.",
     "peer": (
@@ -43,7 +43,8 @@ HELP: Final = {
         "all; sparse_mla also has tiles, other tiles of ours."
     ),
     "dense_decode_kernel": (
-        "Ours in dense and hopper: triton, auto or hopper; default: triton, in hopper auto."
+        "Ours in dense, hopper and invariance: triton, auto or hopper; default: auto, in dense "
+        "triton."
     ),
     "latent_decode_kernel": "Ours in mla: triton, auto or hopper; default: auto.",
     "sparse_own_decode_kernel": "Ours in sparse_mla: triton, auto or hopper; default: auto.",

@@ -12,6 +12,7 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 # MkDocs loads this file by its path.
 sys.path.insert(0, str(ROOT))
 
+from attn.bench.results.age import with_age  # noqa: E402
 from docs.tools import blocks  # noqa: E402
 
 PAGES: Final = {
@@ -57,8 +58,14 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Fill generated parts in, and lead links to files outside ``docs`` somewhere."""
-    return links_inside(blocks.filled(markdown), page.file.src_uri)
+    """Fill generated parts in, and lead links to files outside ``docs`` somewhere.
+
+    A table of benchmarks says how many commits since have touched what it measures.
+    """
+    where = page.file.src_uri
+    if where.startswith("benchmarks/"):
+        markdown = with_age(markdown, Path(where).name)
+    return links_inside(blocks.filled(markdown), where)
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:

@@ -3,7 +3,14 @@
 import pytest
 
 from attn.bench.cases.case import PEERS, CaseKind, Target
-from attn.bench.cases.dense import CASES, HOPPER_CASES, HOPPER_PEERS, BenchTable, select_cases
+from attn.bench.cases.dense import (
+    CASES,
+    FA4,
+    HOPPER_CASES,
+    HOPPER_PEERS,
+    BenchTable,
+    select_cases,
+)
 from specs.base import SpecError
 from specs.dtypes import CacheDType
 
@@ -156,9 +163,12 @@ RAGGED = [name for name in HOPPER if name.startswith("rag")]
 
 def test_the_hopper_table_holds_every_dense_case_and_more():
     assert BenchTable.HOPPER.cases is HOPPER_CASES
-    assert BenchTable.HOPPER.peers == HOPPER_PEERS
+    assert BenchTable.HOPPER.peers == (*HOPPER_PEERS, FA4)
     assert (BenchTable.DENSE.cases, BenchTable.DENSE.peers) == (CASES, PEERS)
     more = ["rag6_d128", "rag48_d128", "rag6_d64", "rag48_d64"]
+    more += ["dec_p32_b32_4k", "dec_p64_b32_4k", "dec_p128_b32_4k"]
+    more += ["dec_h12_b32_4k", "dec_h24_b32_4k", "dec_h96_b32_4k"]
+    more += ["spec4_b128_2k", "spec8_b32_4k", "dec_d192_b32_8k", "pre_d80_1x8k", "dec_b1_1m"]
     more += ["pre_fp8_1x8k", "chunk_fp8_2k_of_16k"]
     assert list(HOPPER) == [*PUBLISHED, *more]
     for name in PUBLISHED:
@@ -174,10 +184,9 @@ def test_targets_of_the_hopper_table_are_level_with_the_best():
         if "fp8" in name and not case.is_bandwidth_bound:
             assert target == Target(no_slower_than=name.replace("fp8_", ""))
             continue
-        assert target.against == HOPPER_PEERS
-        # Cases in which a plan weighs are measured with their plans; nothing is judged both ways.
-        planned = (target.max_planned_ratio_to_best, target.max_ratio_to_best)
-        assert planned == ((1.0, None) if case.is_bandwidth_bound else (None, 1.0))
+        odd = case.head_size not in (64, 128, 256)
+        assert target.against == (("fa3",) if odd else HOPPER_PEERS)
+        assert target.max_ratio_to_best == 1.0
     assert [name for name, case in HOPPER.items() if case.target.max_host_us] == ["pre_1x8k"]
 
 
@@ -195,3 +204,12 @@ def test_ragged_batches_span_what_was_asked_for(name):
     assert f"{min(case.query_lens)}..{max(case.query_lens)} new" in case.what
     # About a quarter of the requests are served as short queries.
     assert 0 < sum(length <= 16 for length in case.query_lens) < count / 2
+
+
+def test_the_hopper_table_has_the_shapes_that_users_run():
+    decodes = [case for case in HOPPER_CASES if case.is_bandwidth_bound]
+    assert {case.block_size for case in decodes} == {16, 32, 64, 128}
+    assert {case.num_heads for case in decodes} >= {12, 24, 96}
+    assert {case.num_speculative_tokens for case in decodes} == {0, 3, 7}
+    assert max(case.seq_lens[0] for case in decodes) == 1048576
+    assert {case.head_size for case in HOPPER_CASES} == {64, 80, 128, 192, 256}

@@ -13,7 +13,14 @@ from typer.testing import CliRunner
 
 from attn.bench import kernels, settings
 from attn.bench.cases.case import PEERS, KernelCase, Target
-from attn.bench.cases.dense import ALL_PEERS, CASES, HOPPER_CASES, PLAN_SIZES, BenchTable
+from attn.bench.cases.dense import (
+    ALL_PEERS,
+    CASES,
+    FA4_CASE,
+    HOPPER_CASES,
+    PLAN_SIZES,
+    BenchTable,
+)
 from attn.bench.cases.inputs import expected_rows, make_content, permuted_table, sampled_tokens
 from attn.bench.kernels import bench_kernels, main, run_and_report
 from attn.bench.measure import measure, ours
@@ -27,6 +34,7 @@ from attn.bench.measure.ours import (
 from attn.bench.measure.timing import (
     CpuClock,
     CudaClock,
+    Timing,
     count_allocations,
     graph_time_us,
     time_interleaved,
@@ -45,6 +53,7 @@ from attn.registry import AttentionBackendEnum
 from builders.dense.torch_ref import TorchRefMetadataBuilder
 from specs.dtypes import CacheDType
 from specs.engine import DecodeKernel, Kernels
+from tests.emulators.vllm_signatures import VERSIONS, signature_of
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -75,6 +84,13 @@ TINY = {
         KernelCase(name="mixed", kind="mixed", **SHAPE, query_lens=(1, 8), seq_lens=(17, 30)),
     )
 }
+
+
+LATENT = KernelCase(
+    name="latent",
+    **{**SHAPE, "num_kv_heads": 1, "head_size": 576, "rope_size": 64, "block_size": 64},
+    **DECODE,
+)
 
 
 def content_of(name):
@@ -318,7 +334,7 @@ def test_peers_are_checked_and_timed_beside_ours(monkeypatch):
         "WRONG",
         "measured",
     ]
-    assert result.best_peer.name in ("fa3", "vllm_triton")
+    assert result.best().name in ("fa3", "vllm_triton")
 
 
 def test_the_hopper_table_times_plans_and_the_host_too(monkeypatch):
@@ -337,13 +353,51 @@ def test_the_hopper_table_times_plans_and_the_host_too(monkeypatch):
     (result,) = results.cases
     assert results.environment.table is BenchTable.HOPPER
     assert result.ours.status is Status.MEASURED, result.ours
-    assert result.ours.planned_us > 0
-    assert result.host_us > 0
-    # First the plain calls, then every planned call: one to warm up, two in two rounds, and one
-    # whose result is judged.
-    assert len(built) == 1 + 1 + 2 * 2 + 1
-    (dense,) = bench_kernels(bench_of("prefill"), quiet).cases
-    assert (dense.ours.planned_us, dense.host_us) == (None, None)
+    assert min(result.ours.planned_us, result.ours.plan_us) > 0
+    assert result.cost(result.ours) == result.ours.time_us + result.ours.plan_us / 32
+    assert result.ours.host_us > 0
+    assert result.ours.plan_host_us > 0
+    # A prefill is captured by no engine, and a CPU has neither graphs nor launches to count.
+    assert (result.ours.graph_us, result.ours.launches) == (None, None)
+    # The first plan; plans alone and plans with a forward, by the device's clock and the plan by
+    # the host's: one to warm up and two in two rounds each; and one whose result is judged.
+    assert len(built) == 1 + 3 * (1 + 2 * 2) + 1
+
+
+def test_graphs_and_launches_of_decodes_are_noted_and_what_fails_is_told(monkeypatch):
+    def graphs(calls, device, rounds, failed):
+        failed["ours"] = RuntimeError("not in a capture")
+        return {}
+
+    lines = []
+    monkeypatch.setattr(measure, "graph_times_us", graphs)
+    (result,) = bench_kernels(bench_of("decode", table=BenchTable.HOPPER), lines.append).cases
+    assert result.ours.graph_us is None
+    assert any("cannot be captured: RuntimeError: not in a capture" in line for line in lines)
+
+    def timed(calls, device, rounds, failed):
+        return {name: Timing(7.0, 0.1, rounds) for name in calls}
+
+    def counted(call, device, in_graph):
+        if in_graph:
+            raise RuntimeError("the profiler saw no launch")
+        return 3
+
+    monkeypatch.setattr(measure, "graph_times_us", timed)
+    monkeypatch.setattr(measure, "count_launches", counted)
+    (result,) = bench_kernels(bench_of("decode", table=BenchTable.HOPPER), quiet).cases
+    assert (result.ours.graph_us, result.ours.graph_spread) == (7.0, 0.1)
+    # A dense forward is one launch, which is not counted.
+    assert (result.ours.launches, result.ours.graph_launches) == (None, None)
+    latent = dataclasses.replace(
+        bench_of("decode", table=BenchTable.MLA, backend="TORCH_REF_MLA"), cases=(LATENT,)
+    )
+    lines = []
+    (result,) = bench_kernels(latent, lines.append).cases
+    assert (result.ours.launches, result.ours.graph_launches) == (3, None)
+    assert any("launches were not counted: RuntimeError: the profiler" in line for line in lines)
+    (prefill,) = bench_kernels(bench_of("prefill", table=BenchTable.HOPPER), quiet).cases
+    assert prefill.ours.graph_us is None
 
 
 def test_a_plan_that_spoils_the_result_is_found(monkeypatch):
@@ -480,6 +534,14 @@ def test_flash_attention_is_called_as_vllm_calls_it():
     assert run.tolerance == 6e-2
 
 
+def test_flash_attention_with_one_split_is_a_peer_of_batch_invariance():
+    for adapter, splits in (("fa3", 0), ("fa3_one_split", 1)):
+        calls, _ = call_of(adapter, "decode")
+        assert calls["flash_attn_varlen_func"][1]["num_splits"] == splits
+        assert calls["get_scheduler_metadata"][1]["num_splits"] == splits
+    assert BenchTable.INVARIANCE.peers == ("fa3", "fa3_one_split")
+
+
 def test_vllm_triton_gets_split_buffers_up_to_its_threshold():
     calls, _ = call_of("vllm_triton", "verify")
     _, options = calls["unified_attention"]
@@ -563,23 +625,70 @@ def test_cudnn_takes_whole_prompts_by_torch_and_the_rest_from_pages(monkeypatch)
     assert options["causal"]
     assert options["out"] is run.output
 
+    run = peers._cudnn(module, content_of("decode"))
+    arguments, options = paged.calls["cudnn_batch_decode_with_kv_cache"]
+    assert [tuple(one.shape[1:]) for one in arguments[:3]] == [(4, 16), (2, 4, 16), (2, 4, 16)]
+    assert options["actual_seq_lens_kv"].flatten().tolist() == [9, 40, 23]
+    assert options["max_sequence_kv"] == 40
+    assert options["out"] is run.output
+
+    def broken(*_, **__):
+        raise RuntimeError("no such graph")
+
+    paged.cudnn_batch_decode_with_kv_cache = broken
+    assert peers._cudnn(module, content_of("decode")).status is Status.FAILED
+
     def missing(name):
         raise ModuleNotFoundError(f"No module named {name!r}")
 
     monkeypatch.setattr(peers, "import_module", missing)
-    for name, said in (
-        ("prefill", "No module named 'cudnn'"),
-        ("decode", "prefills and mixed steps only"),
-    ):
+    for name in ("prefill", "decode"):
         refusal = peers._cudnn(module, content_of(name))
-        assert refusal.status is Status.UNSUPPORTED
-        assert said in refusal.reason
+        # Not measured, which leaves a target open; not unsupported, with which it could be met.
+        assert refusal.status is Status.UNAVAILABLE
+        assert "No module named 'cudnn'" in refusal.reason
     for changes, said in (
         ({"sliding_window": 5}, "a window"),
         ({"kv_cache_dtype": CacheDType.FP8_E4M3}, "a quantised cache"),
     ):
         odd = dataclasses.replace(content, case=whole.replace(**changes))
         assert said in peers._cudnn(module, odd).reason
+
+
+def test_flash_attention_4_is_measured_in_one_case():
+    case = KernelCase(name=FA4_CASE, kind="prefill", **SHAPE, query_lens=(9,), seq_lens=(9,))
+    content = make_content(case, CPU, torch.Generator().manual_seed(0))
+    module = Recorder()
+    run = peers._ADAPTERS["fa4"][1](module, content)
+    run.call()
+    _, options = module.calls["flash_attn_varlen_func"]
+    assert (options["fa_version"], options["k"].shape) == (4, (9, 2, 16))
+    assert options["out"] is run.output
+    refusal = peers._ADAPTERS["fa4"][1](module, content_of("prefill"))
+    assert refusal.status is Status.UNSUPPORTED
+    module.FA4_AVAILABLE = False
+    assert peers._ADAPTERS["fa4"][1](module, content).status is Status.UNAVAILABLE
+    assert "fa4" in BenchTable.HOPPER.peers
+    # A target does not wait for it, but its time counts where it is measured.
+    assert all("fa4" not in case.target.against for case in HOPPER_CASES)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("adapter", ["fa3", "fa4"])
+@pytest.mark.parametrize("name", ["decode", "fp8", "verify", "mixed", FA4_CASE])
+def test_flash_attention_s_calls_fit_vllm_s_signatures(adapter, name, version):
+    whole = KernelCase(name=FA4_CASE, kind="prefill", **SHAPE, query_lens=(9,), seq_lens=(9,))
+    case = TINY.get(name, whole)
+    module = Recorder()
+    run = peers._ADAPTERS[adapter][1](module, make_content(case, CPU, torch.Generator()))
+    if isinstance(run, Refusal):
+        assert run.status is Status.UNSUPPORTED
+        return
+    run.call()
+    assert module.calls
+    for function, (arguments, options) in module.calls.items():
+        where = "vllm_flash_attn.flash_attn_interface"
+        signature_of(version, where, function).bind(*arguments, **options)
 
 
 def test_xqa_takes_decodes_and_a_causal_mask_for_verifies():
@@ -714,7 +823,7 @@ def test_a_wrong_kernel_of_ours_fails_the_command(tmp_path, monkeypatch):
         (["--peer", "fa3", "--no-peers"], "not both"),
         (
             ["--table", "blackwell"],
-            "table must be one of dense, hopper, mla, flashinfer, trtllm_mla, sparse_mla, got",
+            "dense, hopper, mla, invariance, flashinfer, trtllm_mla, sparse_mla, got 'blackwell'",
         ),
         (["--case", "rag6_d64"], "case must match one of dec_b1_8k"),
         (["--merge", "nowhere.json"], "nowhere.json"),
@@ -732,7 +841,7 @@ def test_errors_of_both_command_lines_name_what_was_wrong(options, message, caps
 
 def test_a_file_that_holds_no_results_is_refused(tmp_path, capsys):
     path = tmp_path / "a.json"
-    path.write_text('{"cases": []}')
+    path.write_text('{"cases": [], "schema_version": 2}')
     assert main(["--render", "--merge", str(path)]) == 2
     assert "field 'environment'" in capsys.readouterr().err
 

@@ -16,6 +16,7 @@ from attn.bench.cases.latent import MLA_CASES, MLA_PEERS
 from attn.bench.kernels import BenchOptions, bench_kernels, make_bench
 from attn.bench.measure.judge import check_run
 from attn.bench.measure.ours import make_builder, make_layer, our_run
+from attn.bench.peers import latent
 from attn.bench.peers.dense import KernelRun, Refusal
 from attn.bench.peers.flashinfer_jit import modules_of
 from attn.bench.peers.latent import LATENT_ADAPTERS
@@ -31,6 +32,7 @@ from attn.bench.results.results import (
 )
 from attn.bench.settings import KernelBench, environment_of
 from attn.registry import AttentionBackendEnum
+from tests.emulators.vllm_signatures import VERSIONS, signature_of
 
 PUBLISHED = {
     "mla_h128_b1_8k": [(0.05754, 40), (0.04141, 55), (0.02656, 86)],
@@ -74,14 +76,16 @@ def test_an_fp8_latent_is_judged_by_its_speed_over_bf16() -> None:
         return CaseResult(case=of, ours=ours)
 
     for time, verdict in ((100.0, Verdict.MET), (101.0, Verdict.NOT_MET)):
-        (check,) = checks_of(result(case, time), [result(other, 160.0)])
+        *others, check = checks_of(result(case, time), [result(other, 160.0)])
         assert check == ("<= 1 / 1.6 of mla_h16_b128_4k", verdict)
+        # FlashMLA's call over an fp8 cache is a peer, and open without it.
+        assert [one.verdict for one in others] == [Verdict.NOT_MEASURED] * 2
 
 
 def test_the_reference_is_right_and_the_table_has_its_peers() -> None:
     bench = make_bench(
         BenchOptions(
-            case=["mla_h16_b1*", "mla_h16_b32_8k"], rounds=1, reps=1, commit="abc", table="mla"
+            case=["mla_h16_b12*", "mla_h16_b32_8k"], rounds=1, reps=1, commit="abc", table="mla"
         )
     )
     assert (bench.backend, bench.peers, len(bench.cases)) == ("TRITON_MLA", MLA_PEERS, 2)
@@ -90,15 +94,18 @@ def test_the_reference_is_right_and_the_table_has_its_peers() -> None:
     assert [one.ours.status for one in results.cases] == [Status.MEASURED] * 3
     assert all(one.ours.planned_us for one in results.cases)
     text = render_markdown(results)
-    assert "| flashmla | flashinfer_mla | vllm_triton_mla |" in text
+    assert "| fa3 | flashmla | flashinfer_mla | vllm_triton_mla |" in text
     assert "## Memory" not in text
 
 
 class Peer:
     """Stands in for a module: its kernels give the expected rows, and note their arguments."""
 
+    latest: Peer
+
     def __init__(self, content: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.content, self.calls = content, {}
+        Peer.latest = self
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
         facts = SimpleNamespace(multi_processor_count=132)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
@@ -108,9 +115,27 @@ class Peer:
         self.calls["metadata"] = given
         return "schedule", None
 
-    def flash_mla_with_kvcache(self, query: Any, *given: Any, **named: Any) -> tuple[Any, None]:
-        self.calls["flashmla"] = (query, *given), named
-        return query[..., :512].clone(), None
+    FA3_AVAILABLE = True
+
+    def flash_mla_with_kvcache(self, **named: Any) -> tuple[Any, None]:
+        self.calls["flashmla"] = named
+        return named["q"][..., :512].clone(), None
+
+    def get_mla_metadata_dense_fp8(self, *given: Any) -> tuple[str, str]:
+        self.calls["fp8 metadata"] = given
+        return "tiles", "splits"
+
+    def flash_mla_with_kvcache_fp8(self, **named: Any) -> tuple[Any, None]:
+        self.calls["flashmla fp8"] = named
+        return named["q"].to(torch.bfloat16)[..., :512].clone(), None
+
+    def get_scheduler_metadata(self, **named: Any) -> str:
+        self.calls["schedule"] = named
+        return "schedule"
+
+    def flash_attn_varlen_func(self, **named: Any) -> Any:
+        self.calls["fa3"] = named
+        return named["q_v"].clone()
 
     def BatchMLAPagedAttentionWrapper(self, *_: Any, **named: Any) -> Any:  # noqa: N802
         return SimpleNamespace(
@@ -137,13 +162,34 @@ def prepared(name: str, case: KernelCase, patch: pytest.MonkeyPatch) -> tuple[An
 def test_peers_are_called_as_they_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     decode, verify, fp8 = TINY
     run, calls = prepared("flashmla", verify, monkeypatch)
-    given, named = calls["flashmla"]
-    assert given[0].shape == (2, 2, 4, 576)
-    assert given[4:] == (512, "schedule", None)
-    assert named == {"softmax_scale": verify.scale, "causal": True}
+    named = calls["flashmla"]
+    assert named["q"].shape == (2, 2, 4, 576)
+    assert (named["head_dim_v"], named["tile_scheduler_metadata"]) == (512, "schedule")
+    assert (named["softmax_scale"], named["causal"]) == (verify.scale, True)
     assert calls["metadata"][1:] == (8, 1)
+    # The plan is a part of the first call with a schedule.
+    assert run.plan is None
+    assert run.planned is not None
     run.collect()
-    assert torch.equal(run.output, given[0][..., :512].flatten(0, 1))
+    assert torch.equal(run.output, named["q"][..., :512].flatten(0, 1))
+    monkeypatch.setattr(latent, "import_module", lambda _: Peer.latest)
+    run, calls = prepared("flashmla", fp8, monkeypatch)
+    named = calls["flashmla fp8"]
+    assert named["q"].dtype == named["k_cache"].dtype == torch.float8_e4m3fn
+    assert (named["tile_scheduler_metadata"], named["num_splits"]) == ("tiles", "splits")
+    assert calls["fp8 metadata"][1:] == (4, 1)
+    assert run.tolerance == 6e-2
+    assert run.plan is not None
+    run, calls = prepared("fa3", verify, monkeypatch)
+    named = calls["fa3"]
+    shapes = [tuple(named[name].shape) for name in ("q", "q_v", "k", "v")]
+    assert shapes == [(4, 4, 64), (4, 4, 512), (*named["k"].shape[:2], 1, 64), named["v"].shape]
+    assert named["v"].shape[2:] == (1, 512)
+    assert named["scheduler_metadata"] == "schedule"
+    assert (calls["schedule"]["headdim"], calls["schedule"]["headdim_v"]) == (64, 512)
+    assert calls["schedule"]["num_heads_q"] == 4
+    run.collect()
+    assert torch.equal(run.output, named["q_v"])
     run, calls = prepared("flashinfer_mla", fp8, monkeypatch)
     assert calls["plan"][0].tolist() == [0, 1, 2]
     assert calls["plan"][4:9] == (4, 512, 64, 64, True)
@@ -156,7 +202,7 @@ def test_peers_are_called_as_they_ask(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_peers_refuse_what_they_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     _, verify, fp8 = TINY
     refused = (
-        ("flashmla", fp8, "fp8"),
+        ("fa3", fp8, "fp8"),
         ("flashmla", verify.replace(block_size=32), "pages of 64"),
         ("flashinfer_mla", verify.replace(num_heads=5), "5 heads"),
         ("vllm_triton_mla", verify, "one new token"),
@@ -212,6 +258,18 @@ def test_the_plain_kernel_is_judged_by_a_rate_of_its_own() -> None:
     assert plain_check(CaseResult(case=BY_NAME["mla_h128_b1_8k"], ours=slow)) is None
 
 
+def test_the_cases_have_the_shapes_that_users_run() -> None:
+    judged = [case for case in MLA_CASES if case.is_latent]
+    assert {case.num_heads for case in judged} >= {12, 16, 24, 64, 96, 128}
+    assert {case.block_size for case in judged} == {16, 32, 64, 128}
+    assert {case.num_speculative_tokens for case in judged} == {0, 1, 3, 7}
+    assert max(max(case.seq_lens) for case in judged) == 1048576
+    for case in judged:
+        target = case.target
+        assert (target.max_ratio_to_best, target.max_graph_ratio_to_best) == (1.0, 1.0)
+        assert target.against == MLA_PEERS == ("fa3", "flashmla", "flashinfer_mla", MLA_PEERS[-1])
+
+
 def test_other_projects_kernels_refuse_expanded_rows() -> None:
     case = BY_NAME["ragged_mla_pre_1x8k"]
     tiny = case.replace(num_heads=2, num_kv_heads=2, query_lens=(7, 3), seq_lens=(7, 3))
@@ -238,5 +296,78 @@ def test_fa3_attends_expanded_rows_where_queries_lie() -> None:
     assert given["k"].shape == (10, 2, 192)
     assert given["v"].shape == given["out"].shape == (10, 2, 128)
     assert given["cu_seqlens_k"].tolist() == [0, 7, 10]
-    dense = LATENT_ADAPTERS["fa3"][1](module, content_of(TINY[0]))
-    assert isinstance(dense, Refusal)
+
+
+MODULES = {
+    "flash_attn_varlen_func": "vllm_flash_attn.flash_attn_interface",
+    "get_scheduler_metadata": "vllm_flash_attn.flash_attn_interface",
+    "flash_mla_with_kvcache": "third_party.flashmla.flash_mla_interface",
+    "get_mla_metadata": "third_party.flashmla.flash_mla_interface",
+    "flash_mla_with_kvcache_fp8": "v1.attention.ops.flashmla",
+    "get_mla_metadata_dense_fp8": "v1.attention.ops.flashmla",
+    "decode_attention_fwd": "v1.attention.ops.triton_decode_attention",
+}
+"""Modules of vLLM in which the peers' functions are."""
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", ["fa3", "flashmla", "vllm_triton_mla"])
+@pytest.mark.parametrize("case", TINY, ids=lambda case: case.name)
+def test_calls_fit_vllm_s_signatures(
+    name: str, case: KernelCase, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content, bound = content_of(case), []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    facts = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
+
+    def checked(function: str) -> Any:
+        signature = signature_of(version, MODULES[function], function)
+
+        def call(*given: Any, **named: Any) -> Any:
+            signature.bind(*given, **named)
+            bound.append(function)
+            return (content.query.new_zeros(case.num_tokens, case.num_heads, 512), None)
+
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        return call
+
+    module = SimpleNamespace(FA3_AVAILABLE=True, **{one: checked(one) for one in MODULES})
+    monkeypatch.setattr(latent, "import_module", lambda _: module)
+    run = LATENT_ADAPTERS[name][1](module, content)
+    if isinstance(run, Refusal):
+        assert run.status is Status.UNSUPPORTED
+        return
+    for call in filter(None, (run.call, run.plan, run.planned)):
+        call()
+    assert bound
+
+
+def test_latent_queries_lie_as_in_an_engine() -> None:
+    content = content_of(TINY[1])
+    assert content.parts is not None
+    absorbed, rotary = content.parts
+    assert torch.equal(torch.cat([absorbed, rotary], -1), content.query)
+    # A product for each head, transposed; and the end of a longer row.
+    assert absorbed.transpose(0, 1).is_contiguous()
+    assert (absorbed.stride(-1), rotary.stride(-1)) == (1, 1)
+    assert rotary.stride()[:2] == (4 * (128 + 64), 128 + 64)
+    pointers = {one.untyped_storage().data_ptr() for one in (absorbed, rotary, content.query)}
+    assert len(pointers) == 3
+    layer = make_layer(
+        AttentionBackendEnum["TORCH_REF_MLA"], content, torch.Generator().manual_seed(0)
+    )
+    seen: list[Any] = []
+    forward = type(layer.impl).forward_mqa
+
+    def noted(self: Any, query: Any, *given: Any) -> Any:
+        seen.append(query)
+        return forward(self, query, *given)
+
+    run = our_run(layer, make_builder(AttentionBackendEnum["TORCH_REF_MLA"], layer))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(layer.impl), "forward_mqa", noted)
+        run = our_run(layer, make_builder(AttentionBackendEnum["TORCH_REF_MLA"], layer))
+        run.call()
+    ((one, two),) = seen
+    assert (one.data_ptr(), two.data_ptr()) == (absorbed.data_ptr(), rotary.data_ptr())

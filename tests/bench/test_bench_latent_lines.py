@@ -212,7 +212,7 @@ def test_the_cases_are_those_of_the_targets() -> None:
     table = BenchTable.TRTLLM_MLA
     assert (table.backend, table.also, table.peers) == (*BACKENDS[:1], BACKENDS[1:], ())
     assert table.has_lines
-    assert not table.times_plans
+    assert not table.takes_hopper
     rope = BY_NAME[ROPE_CASE]
     assert (rope.num_tokens, rope.num_heads, rope.head_size) == (128, 128, 576)
     for case in table.cases:

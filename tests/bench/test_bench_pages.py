@@ -97,7 +97,8 @@ def test_the_page_has_ratios_and_a_roofline() -> None:
     text = a_page(results())
     assert text.count("<svg") == 2
     assert "4.8 TB/s and 989 TFLOP/s" in text
-    assert "0.916" in text or "0.909" in text
+    # 10 us and 1 / 32 of 2 us of plan, over 11 us and as much.
+    assert "0.910" in text
     assert "no such head size" in text
     unknown = a_page(results(device="cpu"))
     assert "No limits are known of cpu" in unknown

@@ -17,6 +17,10 @@ from specs.rows import LatentFormat, RowFormat, latent_format_of
 PEERS: Final = ("fa3", "flashinfer", "xqa", "vllm_triton")
 """Kernels of other projects that the dense table compares with."""
 
+NOPE_SIZE: Final = 128
+"""``qk_nope_head_dim`` of a latent layer, as in DeepSeek's models."""
+DENSE_LAYERS: Final = 32
+LATENT_LAYERS: Final = 61
 MODEL_DTYPE: Final = DType.BFLOAT16
 """Type of query, output and an ``auto`` cache in every case."""
 
@@ -44,18 +48,25 @@ class Target(Spec):
     """Bounds that a case has to meet, all of them; an empty target asks for nothing."""
 
     max_ratio_to_best: float | None = Field(default=None, gt=0)
-    """Most of our time over the time of the fastest peer in ``against``."""
-    max_planned_ratio_to_best: float | None = Field(default=None, gt=0)
-    """Most of our time over the fastest peer's, both with the step's plan or schedule included."""
+    """Most of our time per layer over that of the fastest peer in ``against``."""
+    max_graph_ratio_to_best: float | None = Field(default=None, gt=0)
+    """The same bound on times in a captured graph."""
     against: tuple[str, ...] = PEERS
     """Peers to compare with; all must be measured before a fastest one is known."""
     no_slower_than: str | None = None
-    """Name of a case of the same run; our time there, over ``min_speedup``, bounds our time here.
+    """Name of a case of the same run; our time per layer there, over ``min_speedup``, bounds our
+    time here.
     """
     min_speedup: float = Field(default=1.0, gt=0)
     """Least of our time on the case ``no_slower_than`` over our time on this case."""
+    max_graph_us: float | None = Field(default=None, gt=0)
+    """Most microseconds of our ``forward`` in a captured graph."""
+    max_invariant_ratio: float | None = Field(default=None, gt=0)
+    """Most time per layer with ``EngineConfig.batch_invariant=True`` over that without."""
     max_host_us: float | None = Field(default=None, gt=0)
     """Most microseconds of one forward on the host."""
+    host_at_most: str | None = None
+    """Name of the peer whose host time bounds that of our forward."""
     faster_than: tuple[str, ...] = ()
     """Peers that our kernel must be faster than."""
     max_ratios: tuple[PeerBound, ...] = ()
@@ -130,6 +141,13 @@ class KernelCase(Spec):
     def scale(self) -> float:
         """Factor that q.k is multiplied by."""
         return float(self.head_size**-0.5)
+
+    @property
+    def layers(self) -> int:
+        """Layers that share a step's plan: 61 latent ones as in DeepSeek-V3, 32 dense ones as in
+        Llama-3.1-8B.
+        """
+        return LATENT_LAYERS if self.rope_size else DENSE_LAYERS
 
     @property
     def kv_itemsize(self) -> int:

@@ -19,13 +19,26 @@ from attn.bench.cases.case import (
     mixed_lens,
     zipf_lens,
 )
-from attn.bench.cases.latent import LATENT_VENDOR_CASES, MLA_CASES, MLA_PEERS, SPARSE_CASES
+from attn.bench.cases.latent import (
+    LATENT_VENDOR_CASES,
+    MILLION,
+    MLA_CASES,
+    MLA_PEERS,
+    SPARSE_CASES,
+    SPARSE_PEERS,
+)
 from specs.dtypes import CacheDType
 from specs.engine import DecodeKernel, PrefillKernel
 
 HOPPER_PEERS: Final = ("fa3", "cudnn", "flashinfer", "xqa")
 """Kernels of other projects that the Hopper table compares with."""
-ALL_PEERS: Final = tuple(dict.fromkeys((*PEERS, *HOPPER_PEERS, *MLA_PEERS)))
+FA4: Final = "fa4"
+FA4_CASE: Final = "pre_1x8k"
+"""The case that shows whether FlashAttention-4 is a peer on Hopper. Its time counts there if it can
+be measured, and is not missed where it cannot."""
+FA3_ONE_SPLIT: Final = "fa3_one_split"
+"""FlashAttention-3 with one split of the keys, as vLLM calls it for batch invariance."""
+ALL_PEERS: Final = tuple(dict.fromkeys((*PEERS, *HOPPER_PEERS, FA4, FA3_ONE_SPLIT, *MLA_PEERS)))
 
 TILES: Final = "tiles"
 """A name that the sparse table takes in place of a peer: other tiles of our portable kernel."""
@@ -45,40 +58,48 @@ class BenchTable(StrEnum):
     """A table of the benchmarks: its cases, peers and targets."""
 
     DENSE = "dense"
-    """Forward of the portable kernels, against every peer."""
+    """The portable kernels, against every peer."""
     HOPPER = "hopper"
-    """Forward, with and without the step's plan, against the fastest kernels for Hopper."""
+    """The kernels that ``auto`` takes, against the fastest kernels for Hopper."""
     MLA = "mla"
-    """Absorbed decode over a latent cache, with and without the step's plan, against peers."""
+    """Absorbed decode over a latent cache, called as an engine calls it, against peers."""
+    INVARIANCE = "invariance"
+    """The kernels that ``auto`` takes with batch invariance, against the same without."""
     FLASHINFER = "flashinfer"
     """Time that our backends over FlashInfer's dense kernels add to FlashInfer's own calls."""
     TRTLLM_MLA = "trtllm_mla"
     """Time that our backends over FlashInfer's latent kernels add to FlashInfer's own calls, and
     rotation, quantisation to e4m3 and cache write in one launch."""
     SPARSE_MLA = "sparse_mla"
-    """Latent attention over lists against FlashMLA, conversion of a cache, the indexer."""
+    """Latent attention over lists against peers; the conversion of a cache, the indexer."""
 
     @property
     def peers(self) -> tuple[str, ...]:
         """Names of the peers that the table compares with."""
         named: dict[BenchTable, tuple[str, ...]] = {
-            BenchTable.HOPPER: HOPPER_PEERS,
+            BenchTable.HOPPER: (*HOPPER_PEERS, FA4),
+            BenchTable.INVARIANCE: ("fa3", FA3_ONE_SPLIT),
             BenchTable.MLA: MLA_PEERS,
             BenchTable.FLASHINFER: (),
             BenchTable.TRTLLM_MLA: (),
-            BenchTable.SPARSE_MLA: ("flashmla",),
+            BenchTable.SPARSE_MLA: SPARSE_PEERS,
         }
         return named.get(self, PEERS)
 
     @property
     def has_lines(self) -> bool:
         """True for a table of lines, each a pair of times, in place of kernels and peers."""
-        return self in (BenchTable.FLASHINFER, BenchTable.TRTLLM_MLA, BenchTable.SPARSE_MLA)
+        return self in (BenchTable.FLASHINFER, BenchTable.TRTLLM_MLA)
 
     @property
-    def times_plans(self) -> bool:
-        """True where each kernel is also timed with the plan that it needs once per step."""
-        return self in (BenchTable.HOPPER, BenchTable.MLA)
+    def is_latent(self) -> bool:
+        """True where latent layers are measured, of which each call allocates its output."""
+        return self in (BenchTable.MLA, BenchTable.TRTLLM_MLA, BenchTable.SPARSE_MLA)
+
+    @property
+    def takes_hopper(self) -> bool:
+        """True where our kernels are those that ``auto`` takes, and not the portable ones."""
+        return self not in (BenchTable.DENSE, BenchTable.FLASHINFER, BenchTable.TRTLLM_MLA)
 
     @property
     def bounds_plans(self) -> bool:
@@ -105,13 +126,12 @@ class BenchTable(StrEnum):
     @property
     def prefill_kernel(self) -> PrefillKernel:
         """Our kernel that this table measures for requests with many new tokens."""
-        return PrefillKernel.AUTO if self.times_plans else PrefillKernel.TRITON
+        return PrefillKernel.AUTO if self.takes_hopper else PrefillKernel.TRITON
 
     @property
     def decode_kernel(self) -> DecodeKernel:
         """Our decode kernel that this table measures, where the command line names none."""
-        takes_both = self.times_plans or self is BenchTable.SPARSE_MLA
-        return DecodeKernel.AUTO if takes_both else DecodeKernel.TRITON
+        return DecodeKernel.AUTO if self.takes_hopper else DecodeKernel.TRITON
 
     @property
     def decode_option(self) -> str | None:
@@ -119,6 +139,7 @@ class BenchTable(StrEnum):
         named = {
             BenchTable.DENSE: "dense_decode_kernel",
             BenchTable.HOPPER: "dense_decode_kernel",
+            BenchTable.INVARIANCE: "dense_decode_kernel",
             BenchTable.MLA: "latent_decode_kernel",
             BenchTable.SPARSE_MLA: "sparse_own_decode_kernel",
         }
@@ -129,6 +150,7 @@ class BenchTable(StrEnum):
         """The cases, in the order of the table."""
         named = {
             BenchTable.HOPPER: HOPPER_CASES,
+            BenchTable.INVARIANCE: INVARIANCE_CASES,
             BenchTable.MLA: MLA_CASES,
             BenchTable.FLASHINFER: VENDOR_CASES,
             BenchTable.TRTLLM_MLA: LATENT_VENDOR_CASES,
@@ -193,12 +215,10 @@ CASES: Final[tuple[KernelCase, ...]] = (
 
 def _for_hopper(case: KernelCase) -> KernelCase:
     """A case with the Hopper table's target, and without the dense table's variants."""
-    if case.is_bandwidth_bound:
-        target = Target(max_planned_ratio_to_best=1.0, against=HOPPER_PEERS)
-    else:
-        # The host's cost is judged on this case alone: it is one launch, whatever the lengths.
-        host = HOST_TARGET_US if case.name == "pre_1x8k" else None
-        target = Target(max_ratio_to_best=1.0, against=HOPPER_PEERS, max_host_us=host)
+    # The host's cost is judged on this case alone: it is one launch, whatever the lengths.
+    host = HOST_TARGET_US if case.name == "pre_1x8k" else None
+    against = ("fa3",) if case.name in _FA3_ALONE else HOPPER_PEERS
+    target = Target(max_ratio_to_best=1.0, against=against, max_host_us=host)
     return case.replace(target=target, compare_free_partition=False, compare_batch_invariant=False)
 
 
@@ -212,6 +232,24 @@ def _fp8_twin(name: str, of: str) -> KernelCase:
 
 HOST_TARGET_US: Final = 20.0
 """Microseconds that the host may spend in one eager forward of a dense layer."""
+_OTHER_SHAPES: Final = (
+    *(
+        make_decode(f"dec_p{size}_b32_4k", _GQA, [(32, 4096)], block_size=size)
+        for size in (32, 64, 128)
+    ),
+    make_decode("dec_h12_b32_4k", (12, 2, 128), [(32, 4096)]),
+    make_decode("dec_h24_b32_4k", (24, 8, 128), [(32, 4096)]),
+    make_decode("dec_h96_b32_4k", (96, 8, 128), [(32, 4096)]),
+    make_decode("spec4_b128_2k", _GQA, [(128, 2048)], drafts=3),
+    make_decode("spec8_b32_4k", _GQA, [(32, 4096)], drafts=7),
+    make_decode("dec_d192_b32_8k", (8, 1, 192), [(32, 8192)]),
+    make_prefill("pre_d80_1x8k", (32, 8, 80), (1, 8192, 8192)),
+    make_decode("dec_b1_1m", _GQA, [(1, MILLION)]),
+)
+"""Shapes that users run besides: other sizes of pages, numbers of heads and head sizes, drafts of 3
+and of 7 tokens, a million tokens."""
+_FA3_ALONE: Final = ("dec_d192_b32_8k", "pre_d80_1x8k")
+"""Cases of head sizes for which FlashAttention-3 alone must be measured."""
 HOPPER_CASES: Final[tuple[KernelCase, ...]] = (
     *(_for_hopper(case) for case in CASES),
     *(
@@ -221,10 +259,32 @@ HOPPER_CASES: Final[tuple[KernelCase, ...]] = (
         for heads in (_GQA, _D64)
         for count in (6, 48)
     ),
+    *(_for_hopper(case) for case in _OTHER_SHAPES),
     _fp8_twin("pre_fp8_1x8k", "pre_1x8k"),
     _fp8_twin("chunk_fp8_2k_of_16k", "chunk_2k_of_16k"),
 )
-"""The cases of the Hopper table: the dense ones, ragged batches, fp8 caches."""
+"""The cases of the Hopper table: the dense ones, ragged batches, other shapes, fp8 caches."""
+
+
+def _invariant(name: str) -> KernelCase:
+    """A case of the Hopper table, also timed with batch invariance, which has a bound."""
+    (case,) = (case for case in HOPPER_CASES if case.name == name)
+    bound = 1.05
+    if not case.is_bandwidth_bound:
+        bound = 1.3 if case.head_size <= 128 else 1.6
+    return case.replace(target=Target(max_invariant_ratio=bound), compare_batch_invariant=True)
+
+
+INVARIANCE_CASES: Final = tuple(
+    _invariant(name)
+    for name in (
+        *("dec_b1_8k", "dec_b32_4k", "dec_b128_8k", "dec_b64_zipf", "dec_tp8_b32_8k"),
+        *("dec_d64_b32_8k", "dec_d256_b32_8k", "dec_fp8_b128_8k", "spec4_b32_8k", "spec8_b8_32k"),
+        *("pre_1x8k", "pre_16x1k", "chunk_2k_of_16k", "pre_d64_1x8k", "pre_d256_1x8k"),
+        *("pre_sw1k_1x16k", "mix_64dec8k_2kpre"),
+    )
+)
+"""The cases of the table of batch invariance."""
 
 VENDOR_CASES: Final = (
     *(

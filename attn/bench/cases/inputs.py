@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attn.bench.cases.case import MODEL_DTYPE, KernelCase
+from attn.bench.cases.case import MODEL_DTYPE, NOPE_SIZE, KernelCase
 from builders.pages.paging import compute_slot_mapping
 from specs.base import cdiv
 from specs.sentinels import NULL_BLOCK_ID
@@ -37,6 +37,9 @@ class Content:
     """``[sum of seq_lens]`` int64 slot of each cached token, request after request."""
     sinks: torch.Tensor | None
     """``[H]`` fp32, exact in bf16; None without sinks."""
+    parts: tuple[torch.Tensor, torch.Tensor] | None = None
+    """``[T, H, L]`` and ``[T, H, r]``: the latent and the rotary part of the queries of a latent
+    case, as an engine passes them: see :func:`engine_parts`. None in other cases."""
 
     @property
     def device(self) -> torch.device:
@@ -51,9 +54,51 @@ class Content:
             return flat.view(torch.uint8)[slots].view(flat.dtype).to(MODEL_DTYPE.torch)
         return flat[slots]
 
+    def picked(
+        self, which: torch.Tensor, slots: torch.Tensor, kv_heads: torch.Tensor
+    ) -> torch.Tensor:
+        """``[T, H, D]`` bf16 rows of ``key`` or ``value``, of one slot for each token and head.
+
+        Args:
+            which: ``key`` or ``value``.
+            slots: ``[T, H]`` int64.
+            kv_heads: ``[H]`` int64 KV head of each query head.
+        """
+        flat = which.flatten(0, 1)
+        if flat.element_size() == 1:
+            found = flat.view(torch.uint8)[slots, kv_heads]
+            return found.view(flat.dtype).to(MODEL_DTYPE.torch)
+        return flat[slots, kv_heads]
+
+    def load_query(self, query: torch.Tensor) -> None:
+        """Write ``[T, H, D]`` queries to every tensor that kernels read them from."""
+        self.query.copy_(query)
+        if self.parts is not None:
+            rank = self.case.head_size_v
+            self.parts[0].copy_(query[..., :rank])
+            self.parts[1].copy_(query[..., rank:])
+
     def own_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """``[T, Hk, D]`` keys and ``[T, Hk, Dv]`` values of new tokens without a context."""
         return self.rows(self.key, self.slots), self.rows(self.value, self.slots)
+
+
+def engine_parts(case: KernelCase, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The parts of absorbed queries with the strides that they have in an engine.
+
+    The latent part is the result of a product for each head, ``[H, T, L]`` in memory. The rotary
+    part is the end of a projection's row, which is longer.
+
+    Args:
+        case: the case; None is returned unless it is latent.
+        query: ``[T, H, L + r]`` queries, which are copied.
+    """
+    if not case.is_latent:
+        return None
+    rank, (tokens, heads, _) = case.head_size_v, query.shape
+    absorbed = query.new_empty(heads, tokens, rank).transpose(0, 1)
+    rotary = query.new_empty(tokens, heads, NOPE_SIZE + case.rope_size)[..., NOPE_SIZE:]
+    return absorbed.copy_(query[..., :rank]), rotary.copy_(query[..., rank:])
 
 
 def permuted_table(case: KernelCase, generator: torch.Generator) -> tuple[torch.Tensor, int]:
@@ -112,9 +157,11 @@ def make_content(case: KernelCase, device: torch.device, generator: torch.Genera
         sides.append(side)
     starts = torch.zeros(case.num_reqs + 1, dtype=torch.int32)
     starts[1:] = torch.tensor(case.query_lens).cumsum(0)
+    query = draw(case.num_tokens, case.num_heads, case.head_size)
     return Content(
         case=case,
-        query=draw(case.num_tokens, case.num_heads, case.head_size),
+        query=query,
+        parts=engine_parts(case, query),
         key=sides[0],
         value=sides[0][..., : case.head_size_v] if case.is_latent else sides[1],
         block_table=block_table,
@@ -164,21 +211,32 @@ def expected_rows(content: Content) -> Expected:
     """The sampled rows of a case, computed one by one in float64."""
     case, device = content.case, content.device
     heads = sorted({0, case.num_heads // 2, case.num_heads - 1})
-    starts = _exclusive_sums(case.query_lens)
-    cached = _exclusive_sums(case.seq_lens)
+    starts = exclusive_sums(case.query_lens)
     tokens, rows = [], []
     for request, index in sampled_tokens(case):
-        position = case.seq_lens[request] - case.query_lens[request] + index
-        window = position + 1 if case.sliding_window is None else case.sliding_window
-        first = max(0, position + 1 - window)
-        slots = content.slots[cached[request] + first : cached[request] + position + 1]
         token = starts[request] + index
         tokens.append(token)
-        key, value = (content.rows(side, slots) for side in (content.key, content.value))
-        rows.append(torch.stack([_row(content, token, head, key, value) for head in heads]))
+        seen = visible_rows(content, request, index)
+        rows.append(torch.stack([_row(content, token, head, *seen) for head in heads]))
     return Expected(
         torch.tensor(tokens, device=device), torch.tensor(heads, device=device), torch.stack(rows)
     )
+
+
+def visible_rows(content: Content, request: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[n, Hk, D]`` keys and ``[n, Hk, Dv]`` values that a new token of a request sees."""
+    case = content.case
+    position = case.seq_lens[request] - case.query_lens[request] + index
+    window = position + 1 if case.sliding_window is None else case.sliding_window
+    start = sum(case.seq_lens[:request])
+    slots = content.slots[start + max(0, position + 1 - window) : start + position + 1]
+    return content.rows(content.key, slots), content.rows(content.value, slots)
+
+
+def exact_row(content: Content, request: int, token: int, head: int) -> torch.Tensor:
+    """``[Dv]`` float64 output of a token of a request at a head, over the keys that it sees."""
+    index = token - sum(content.case.query_lens[:request])
+    return _row(content, token, head, *visible_rows(content, request, index))
 
 
 def _row(
@@ -194,7 +252,8 @@ def _row(
     return weights @ value[:, kv_head].double()
 
 
-def _exclusive_sums(lens: Sequence[int]) -> list[int]:
+def exclusive_sums(lens: Sequence[int]) -> list[int]:
+    """Sums of the first 0, 1, ... and of all lengths."""
     sums = [0]
     for length in lens:
         sums.append(sums[-1] + length)

@@ -9,11 +9,11 @@ from typing import Any, Final
 
 import torch
 
-from attn.bench.cases.case import MODEL_DTYPE, KernelCase
+from attn.bench.cases.case import MODEL_DTYPE, NOPE_SIZE, KernelCase
 from attn.bench.cases.dense import PLAN_SIZES, SCRATCH_CASE
 from attn.bench.cases.inputs import Content, cache_slots, make_content, permuted_table
 from attn.bench.measure.timing import graph_time_us, host_time_us
-from attn.bench.peers.dense import KernelRun
+from attn.bench.peers.dense import KernelRun, Latest
 from attn.bench.results.reasons import describe
 from attn.bench.results.results import PlanOfSize, PlanTime
 from attn.device import detect_device
@@ -34,8 +34,6 @@ MAX_NUM_BATCHED_TOKENS: Final = 8192
 """Most tokens of a step of the engine, in every case that does not exceed them."""
 EXPANDED_RANK: Final = 512
 """Latent width of a case with expanded rows; the result does not depend on it."""
-NOPE_SIZE: Final = 128
-"""``qk_nope_head_dim`` of a latent layer, as in DeepSeek's models."""
 WRITE_CHUNK: Final = 65536
 """Tokens per cache write."""
 PLAN_LEN: Final = 8192
@@ -249,26 +247,31 @@ def our_run(layer: OurLayer, builder: Builder) -> KernelRun:
         partial(forward, *given, record, output),
         output,
         planned=lambda: forward(*given, builder.build(0, layer.batch), output),
+        plan=partial(builder.build, 0, layer.batch),
     )
 
 
 def _latent_run(
     layer: OurLayer, impl: MLAAttentionImpl, builder: Builder, record: Any
 ) -> KernelRun:
-    """:func:`our_run` for a latent layer, where every call allocates its output."""
-    content, rank = layer.content, layer.content.case.head_size_v
-    query = (content.query[..., :rank], content.query[..., rank:])
-    output = torch.empty_like(content.query[..., :rank], memory_format=torch.contiguous_format)
-    results: list[torch.Tensor] = []
+    """:func:`our_run` for a latent layer, called as vLLM's layer calls it.
+
+    The queries are in two parts, and every call allocates its output.
+    """
+    content = layer.content
+    assert content.parts is not None
+    query, forward, results = content.parts, impl.forward_mqa, Latest()
+    output = query[0].new_empty(query[0].shape)
 
     def attend(step: Any) -> None:
-        results[:] = [impl.forward_mqa(query, layer.kv_cache, step, layer.scales)[0]]
+        results.output = forward(query, layer.kv_cache, step, layer.scales)[0]
 
     return KernelRun(
-        lambda: attend(record),
+        partial(attend, record),
         output,
         planned=lambda: attend(builder.build(0, layer.batch)),
-        collect=lambda: output.copy_(results[0]),
+        plan=partial(builder.build, 0, layer.batch),
+        collect=lambda: output.copy_(results.output),
     )
 
 
@@ -300,6 +303,7 @@ def backend_refusals(
         has_sink=case.sinks,
         has_sliding_window=case.sliding_window is not None,
         use_mla=case.rope_size > 0,
+        use_sparse=case.topk > 0,
         mla_kernel=mla_kernel,
     )
     return refusals(member, request, detect_device())

@@ -97,6 +97,7 @@ def timed(
             ours_us=ours.median_us,
             other_us=None if other is None else other.median_us,
             spread=ours.spread,
+            other_spread=None if other is None else other.spread,
             error=error,
         )
 

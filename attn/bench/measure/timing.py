@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -24,6 +24,7 @@ GRAPH_CALLS = 20
 """Calls in a captured graph, as a step's graph is launched once for all of its layers."""
 
 Call = Callable[[], object]
+K = TypeVar("K", bound=Hashable)
 _cuda: Any = torch.cuda
 """``torch.cuda`` without types, which some of its classes lack."""
 
@@ -117,8 +118,8 @@ def make_clock(device: torch.device, reps: int) -> Clock:
 
 
 def time_interleaved(
-    calls: Mapping[str, Call], clock: Clock, rounds: int, reps: int
-) -> dict[str, Timing]:
+    calls: Mapping[K, Call], clock: Clock, rounds: int, reps: int
+) -> dict[K, Timing]:
     """Median time of each call; calls take turns in every round, backwards in every other round.
 
     A GPU's clock rate depends on the power drawn just before. Reversing the order keeps any call
@@ -134,7 +135,7 @@ def time_interleaved(
     for name, call in calls.items():
         enough = int(ROUND_BUDGET_US / max(clock.warm_up(call), 1.0))
         counts[name] = min(reps, max(MIN_REPS, enough))
-    times: dict[str, list[list[float]]] = {name: [] for name in calls}
+    times: dict[K, list[list[float]]] = {name: [] for name in calls}
     for turn in range(rounds):
         for name in [*calls][:: -1 if turn % 2 else 1]:
             times[name].append(clock.measure(calls[name], counts[name]))
@@ -167,8 +168,8 @@ def host_time_us(call: Call, repeats: int = 50) -> float:
 
 
 def host_times_us(
-    calls: Mapping[str, Call], device: torch.device, rounds: int, reps: int
-) -> dict[str, Timing]:
+    calls: Mapping[K, Call], device: torch.device, rounds: int, reps: int
+) -> dict[K, Timing]:
     """Time that the host spends in each call; calls take turns, each with an idle GPU."""
 
     class Clock(CpuClock):
@@ -227,13 +228,31 @@ def graph_time_us(call: Call, device: torch.device, rounds: int = 5) -> float | 
 
 
 def graph_times_us(
-    calls: Mapping[str, Call], device: torch.device, rounds: int
+    calls: Mapping[str, Call],
+    device: torch.device,
+    rounds: int,
+    failed: dict[str, Exception] | None = None,
 ) -> dict[str, Timing] | None:
-    """:func:`graph_time_us` of several calls; the replays of their graphs take turns."""
+    """:func:`graph_time_us` of several calls; the replays of their graphs take turns.
+
+    Args:
+        calls: the calls to capture, by name.
+        device: where they run.
+        rounds: replays of each graph.
+        failed: receives the error of each call that cannot be captured, which then has no time;
+            None raises the error.
+    """
     if device.type != "cuda":
         return None
-    graphs = {name: _captured(call, device) for name, call in calls.items()}
-    times: dict[str, list[list[float]]] = {name: [] for name in calls}
+    graphs: dict[str, Any] = {}
+    for name, call in calls.items():
+        try:
+            graphs[name] = _captured(call, device)
+        except Exception as error:
+            if failed is None:
+                raise
+            failed[name] = error
+    times: dict[str, list[list[float]]] = {name: [] for name in graphs}
     for _ in range(rounds):
         for name, graph in graphs.items():
             times[name].append([_replay_us(graph, device)])
@@ -278,6 +297,12 @@ WAITS = (
     "cuEventSynchronize",
 )
 """Full names of functions of CUDA's runtime and driver that wait until the GPU is done."""
+LAUNCHES = (
+    *("cudaLaunchKernel", "cudaLaunchCooperativeKernel", "cuLaunchKernel"),
+    *("cuLaunchCooperativeKernel", "cudaMemcpyAsync", "cudaMemsetAsync", "cuMemcpy", "cuMemset"),
+)
+"""How the names of functions of CUDA's runtime and driver begin that enqueue a kernel, a copy or a
+fill."""
 _PROFILED = "attn.bench.profiled"
 
 
@@ -321,10 +346,61 @@ def waits_are_errors() -> Iterator[None]:
 
 def waits_of(events: Sequence[Any]) -> int:
     """Number of a profiler's events that wait, inside the profiled range."""
+    return sum(name in WAITS for name in _names_within(events))
+
+
+def launches_of(events: Sequence[Any]) -> int:
+    """Number of a profiler's events that launch a kernel, a copy or a fill, inside the range."""
+    return sum(name.startswith(LAUNCHES) for name in _names_within(events))
+
+
+def _names_within(events: Sequence[Any]) -> list[str]:
+    """Names of the host's events inside the profiled range.
+
+    Raises:
+        RuntimeError: none of them is a launch.
+    """
     # The profiler lists the range for the GPU too, where it begins later; the host's is needed.
     ranges = [event.time_range for event in events if event.name == _PROFILED]
     own = min(ranges, key=lambda one: one.start)
     names = [event.name for event in events if own.start <= event.time_range.start <= own.end]
     if not any("Launch" in name for name in names):
         raise RuntimeError("the profiler saw no launch")
-    return sum(name in WAITS for name in names)
+    return names
+
+
+def count_launches(call: Call, device: torch.device, in_graph: bool = False) -> int | None:
+    """Number of kernels, copies and fills that a warm call launches, by torch's profiler.
+
+    Args:
+        call: the call.
+        device: where it runs.
+        in_graph: count what the call launches while a graph captures it.
+
+    Returns:
+        None on a CPU.
+
+    Raises:
+        RuntimeError: the call cannot be captured, or the profiler saw no launch.
+    """
+    if device.type != "cuda":
+        return None
+
+    def captured() -> None:
+        graph = torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local")
+        with graph, record_function(_PROFILED):
+            call()
+
+    def eager() -> None:
+        with record_function(_PROFILED):
+            call()
+
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    call()
+    torch.cuda.synchronize(device)
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with profile(activities=activities, acc_events=True) as profiler:
+        (captured if in_graph else eager)()
+        torch.cuda.synchronize(device)
+    return launches_of(profiler.events() or [])

@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Final
@@ -17,7 +18,13 @@ from typing import Any, Final
 import torch
 
 from attn.bench.cases.case import CaseKind, KernelCase
-from attn.bench.cases.dense import VENDOR_CASES, BenchTable, select_cases
+from attn.bench.cases.dense import (
+    FA3_ONE_SPLIT,
+    FA4_CASE,
+    VENDOR_CASES,
+    BenchTable,
+    select_cases,
+)
 from attn.bench.cases.inputs import Content
 from attn.bench.command import USER_ERRORS, Parser, require_gpu, usage_error
 from attn.bench.peers.flashinfer_jit import compile_flashinfer, wrapper_backend
@@ -50,8 +57,19 @@ class KernelRun:
     tolerance: float = TOLERANCE
     planned: Callable[[], object] | None = None
     """Makes the step's plan and runs the step; None for a kernel that needs no plan."""
+    plan: Callable[[], object] | None = None
+    """Makes the step's plan alone; None where there is none, or where it is a part of the first
+    call."""
+    refresh: Callable[[], object] | None = None
+    """Takes the queries of the content anew; None for a kernel that reads them where they are."""
     collect: Callable[[], object] | None = None
     """Copies the last call's result to ``output``; None for a kernel that writes there itself."""
+
+
+class Latest:
+    """Holds the output of the latest call of a kernel that allocates it."""
+
+    output: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -113,8 +131,14 @@ def _descale(content: Content) -> torch.Tensor:
     return one.expand(content.case.num_reqs, content.case.num_kv_heads)
 
 
-def _fa3(module: Any, content: Content) -> KernelRun | Refusal:
-    """FlashAttention-3 as vLLM ships it; over an fp8 cache its query is fp8 too."""
+def _fa3(module: Any, content: Content, splits: int = 0) -> KernelRun | Refusal:
+    """FlashAttention-3 as vLLM ships it; over an fp8 cache its query is fp8 too.
+
+    Args:
+        module: vLLM's package of it.
+        content: the case's inputs.
+        splits: splits of the keys; 0 leaves the number to it.
+    """
     if not module.FA3_AVAILABLE:
         return Refusal(Status.UNAVAILABLE, "this vLLM has no FlashAttention-3 library")
     case, output = content.case, _output(content)
@@ -137,7 +161,7 @@ def _fa3(module: Any, content: Content) -> KernelRun | Refusal:
             page_size=case.block_size,
             causal=True,
             window_size=window,
-            num_splits=0,
+            num_splits=splits,
         )
 
     made = plan()
@@ -162,7 +186,7 @@ def _fa3(module: Any, content: Content) -> KernelRun | Refusal:
             q_descale=descale,
             k_descale=descale,
             v_descale=descale,
-            num_splits=0,
+            num_splits=splits,
             fa_version=3,
             s_aux=sinks,
         )
@@ -172,6 +196,8 @@ def _fa3(module: Any, content: Content) -> KernelRun | Refusal:
         output,
         FP8_QUERY_TOLERANCE if quantized else TOLERANCE,
         planned=lambda: attend(plan()),
+        plan=plan,
+        refresh=partial(query.copy_, content.query) if quantized else None,
     )
 
 
@@ -183,7 +209,7 @@ def _vllm_triton(module: Any, content: Content) -> KernelRun | Refusal:
     split_below = VLLM_MIN_GRID // case.num_kv_heads
     segments = (split_below, case.num_heads, VLLM_SEGMENTS)
     padded_size = 1 << (case.head_size - 1).bit_length()
-    partial = torch.empty((*segments, padded_size), dtype=torch.float32, device=device)
+    segment_outputs = torch.empty((*segments, padded_size), dtype=torch.float32, device=device)
     partial_max, partial_sum = (
         torch.empty(segments, dtype=torch.float32, device=device) for _ in range(2)
     )
@@ -214,14 +240,19 @@ def _vllm_triton(module: Any, content: Content) -> KernelRun | Refusal:
             v_descale=descale,
             seq_threshold_3D=split_below,
             num_par_softmax_segments=VLLM_SEGMENTS,
-            softmax_segm_output=partial,
+            softmax_segm_output=segment_outputs,
             softmax_segm_max=partial_max,
             softmax_segm_expsum=partial_sum,
             sinks=sinks,
             kv_quant_mode=mode,
         )
 
-    return KernelRun(call, output, FP8_QUERY_TOLERANCE if quantized else TOLERANCE)
+    return KernelRun(
+        call,
+        output,
+        FP8_QUERY_TOLERANCE if quantized else TOLERANCE,
+        refresh=partial(query.copy_, content.query) if quantized else None,
+    )
 
 
 def _flashinfer(module: Any, content: Content) -> KernelRun | Refusal:
@@ -264,7 +295,7 @@ def _flashinfer(module: Any, content: Content) -> KernelRun | Refusal:
         call()
 
     plan()
-    return KernelRun(call, output, planned=plan_and_call)
+    return KernelRun(call, output, planned=plan_and_call, plan=plan)
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
@@ -327,8 +358,6 @@ def _cudnn(module: Any, content: Content) -> KernelRun | Refusal:
     serves prefills of equal lengths without context.
     """
     case = content.case
-    if case.is_bandwidth_bound:
-        return Refusal(Status.UNSUPPORTED, "prefills and mixed steps only")
     for what, is_asked in (
         ("sinks", case.sinks),
         ("a window", case.sliding_window is not None),
@@ -342,16 +371,42 @@ def _cudnn(module: Any, content: Content) -> KernelRun | Refusal:
         import_module("cudnn")
         paged = import_module("flashinfer.cudnn")
     except Exception as error:
+        # Not known is not the same as not served: the target stays open.
         reason = "torch's has neither lengths nor a context, and the paged one cannot be imported"
-        return Refusal(Status.UNSUPPORTED, f"{reason}: {describe(error)}")
-    run = _cudnn_paged(paged, content)
+        return Refusal(Status.UNAVAILABLE, f"{reason}: {describe(error)}")
+    is_decode = case.kind is CaseKind.DECODE
+    run = (_cudnn_decode if is_decode else _cudnn_paged)(paged, content)
     try:
         run.call()
         # Waits, so that an error inside the kernel is raised here and not in another peer's call.
         torch.cuda.synchronize(content.device)
     except Exception as error:
-        return Refusal(Status.UNSUPPORTED, f"the paged one: {describe(error)}")
+        return Refusal(Status.FAILED, f"the paged one: {describe(error)}")
     return run
+
+
+def _cudnn_decode(module: Any, content: Content) -> KernelRun:
+    """CuDNN's paged decode, called by FlashInfer."""
+    case, device, output = content.case, content.device, _output(content)
+    workspace = torch.zeros(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    # cuDNN names a page's axes [N, Hk, P, D]; the transposed views copy nothing.
+    key, value = content.key.transpose(1, 2), content.value.transpose(1, 2)
+    lens, longest = content.seq_lens.view(-1, 1, 1, 1), max(case.seq_lens)
+
+    def call() -> None:
+        module.cudnn_batch_decode_with_kv_cache(
+            content.query,
+            key,
+            value,
+            case.scale,
+            workspace,
+            max_sequence_kv=longest,
+            actual_seq_lens_kv=lens,
+            block_tables=content.block_table,
+            out=output,
+        )
+
+    return KernelRun(call, output)
 
 
 def _cudnn_of_torch(module: Any, content: Content) -> KernelRun:
@@ -413,13 +468,44 @@ def _cudnn_paged(module: Any, content: Content) -> KernelRun:
     return KernelRun(call, output)
 
 
+def _fa4(module: Any, content: Content) -> KernelRun | Refusal:
+    """FlashAttention-4 as vLLM ships it, over contiguous keys and values, in one case."""
+    case = content.case
+    if case.name != FA4_CASE:
+        return Refusal(Status.UNSUPPORTED, f"measured on {FA4_CASE} alone")
+    if not module.FA4_AVAILABLE:
+        return Refusal(Status.UNAVAILABLE, "this vLLM has no FlashAttention-4")
+    key, value = content.own_rows()
+    output, longest = _output(content), max(case.query_lens)
+
+    def call() -> None:
+        module.flash_attn_varlen_func(
+            q=content.query,
+            k=key,
+            v=value,
+            out=output,
+            cu_seqlens_q=content.query_start_loc,
+            cu_seqlens_k=content.query_start_loc,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
+            softmax_scale=case.scale,
+            causal=True,
+            num_splits=1,
+            fa_version=4,
+        )
+
+    return KernelRun(call, output)
+
+
 Adapter = Callable[[Any, Content], KernelRun | Refusal]
 
 _ADAPTERS: Final[dict[str, tuple[str, Adapter]]] = {
     "fa3": ("vllm.vllm_flash_attn", _fa3),
+    FA3_ONE_SPLIT: ("vllm.vllm_flash_attn", partial(_fa3, splits=1)),
     "flashinfer": ("flashinfer", _flashinfer),
     "xqa": ("flashinfer.decode", _xqa),
     "cudnn": ("torch.nn.attention", _cudnn),
+    "fa4": ("vllm.vllm_flash_attn.flash_attn_interface", _fa4),
     "vllm_triton": ("vllm.v1.attention.ops.triton_unified_attention", _vllm_triton),
 }
 """Module to import for each peer, and the function that prepares a run."""

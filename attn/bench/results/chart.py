@@ -46,7 +46,8 @@ class Case:
     kind: str
     """One of :data:`KINDS`."""
     ours: float
-    """Microseconds of ours, with the step's plan where the line is judged with it."""
+    """Microseconds of ours by which the line is judged: per layer, or in older tables with or
+    without the step's plan."""
     alone: float
     """Microseconds of our ``forward`` alone."""
     best: float
@@ -56,7 +57,8 @@ class Case:
     ratio: float
     """``ours / best``, as the table has it."""
     spread: float
-    """Relative spread of our rounds' medians."""
+    """The larger spread of the rounds' medians of the two kernels; ours in tables that have no
+    other."""
 
     @property
     def verdict(self) -> str:
@@ -122,7 +124,9 @@ def cases_of(text: str) -> list[Case]:
     for row in rows_under(text, "case"):
         if not row.get("ours / best"):
             continue
+        # Older tables have two times in a cell, and judge by one or the other.
         is_planned = "plans included" in row["target"]
+        spreads = [row[name] for name in ("spread", "its spread") if row.get(name)]
         # Some tables have the peer's rate behind its name.
         peer = row["best peer"].split()[0]
         found.append(
@@ -131,11 +135,11 @@ def cases_of(text: str) -> list[Case]:
                 what=row["what"],
                 kind=kind_of(row["what"]),
                 ours=_time(row["ours"], is_planned),
-                alone=_time(row["ours"], is_planned=False),
+                alone=_time(row.get("alone") or row["ours"], is_planned=False),
                 best=_time(row[peer], is_planned),
                 peer=peer,
                 ratio=float(row["ours / best"]),
-                spread=float(row["spread"].split()[0]) / 100,
+                spread=max(float(text.split()[0]) for text in spreads) / 100,
             )
         )
     return found

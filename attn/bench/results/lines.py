@@ -59,12 +59,12 @@ class Line(Spec):
     other_us: float | None = Field(default=None, gt=0)
     spread: float | None = None
     """(largest - smallest) / median of our rounds' medians."""
+    other_spread: float | None = None
+    """The same of the other call."""
     error: float | None = None
     """Largest relative norm of a sampled row's error."""
     max_ratio: float | None = Field(default=None, gt=0)
     """Most of our time over the other's."""
-    is_strict: StrictBool = False
-    """Our time must be below the bound ``max_ratio``, not equal to it."""
     max_more_us: float | None = Field(default=None, ge=0)
     """Most microseconds of our time beyond the other's."""
     max_us: float | None = Field(default=None, gt=0)
@@ -110,7 +110,7 @@ class Line(Spec):
         """The target in words; empty for a line without a target."""
         parts = []
         if self.max_ratio is not None:
-            parts.append(f"{'<' if self.is_strict else '<='} {self.max_ratio:g} x {self.other}")
+            parts.append(f"<= {self.max_ratio:g} x {self.other}")
         if self.max_more_us is not None:
             parts.append(f"<= {self.other} + {self.max_more_us:g} us")
         if self.max_us is not None:
@@ -133,9 +133,7 @@ class Line(Spec):
         ours, other = self.ours_us, self.other_us
         if self.max_ratio is not None:
             known = ours is not None and other is not None
-            bound = (other or 0.0) * self.max_ratio
-            below = (ours or 0.0) < bound if self.is_strict else (ours or 0.0) <= bound
-            found.append(below if known else None)
+            found.append((ours or 0.0) <= (other or 0.0) * self.max_ratio if known else None)
         if self.max_more_us is not None:
             known = ours is not None and other is not None
             found.append((ours or 0.0) - (other or 0.0) <= self.max_more_us if known else None)

@@ -20,6 +20,10 @@ SCHEMA_VERSION: Final = 1
 """Version of the JSON of reports and results; it grows when a field is renamed or changes its
 meaning. Files without a version are older; they are read where their fields still fit."""
 
+KERNELS_SCHEMA: Final = 2
+"""Version of the JSON of ``attn bench kernels``. In version 1 kernels were judged by other times,
+with a step's whole plan or without it, so that its results do not go together with newer ones."""
+
 PACKAGES: Final = (
     "torch",
     "triton",
@@ -27,6 +31,8 @@ PACKAGES: Final = (
     "vllm",
     "flash-attn",
     "flash-mla",
+    "nvidia-cudnn-frontend",
+    "deep-gemm",
     "numpy",
     "pydantic",
 )
@@ -61,13 +67,16 @@ def versions() -> dict[str, str]:
     }
 
 
-def read_results(cls: type[S], path: Path, what: str) -> S:
+def read_results(
+    cls: type[S], path: Path, what: str, versions: range = range(SCHEMA_VERSION + 1)
+) -> S:
     """Results from a JSON file.
 
     Args:
         cls: class of the results.
         path: the file.
         what: what the file must hold, in words, for errors.
+        versions: schema versions that can be read; a file without one has version 0.
 
     Raises:
         SpecError: the file cannot be read, or holds something else; the message is one line that
@@ -83,9 +92,9 @@ def read_results(cls: type[S], path: Path, what: str) -> S:
     if not isinstance(data, dict):
         raise SpecError(f"{path}: expected {what}, got a JSON {type(data).__name__}")
     version = data.get("schema_version", 0)
-    if version not in range(SCHEMA_VERSION + 1):
+    if version not in versions:
         raise SpecError(
-            f"{path}: expected {what} of schema_version {SCHEMA_VERSION}, got {version!r}"
+            f"{path}: expected {what} of schema_version {versions[-1]}, got {version!r}"
         )
     try:
         return parse_spec(cls, text, str(path))

@@ -3,53 +3,67 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from attn.bench.cases.case import PEERS
 from attn.bench.cases.dense import PLAN_SIZES, BenchTable
-from attn.bench.cases.latent import SPARSE_CASES, SPARSE_CONTEXT
+from attn.bench.cases.latent import TOPK
+from attn.bench.cases.needles import MOST_DRAWS
 from attn.bench.measure.timing import GRAPH_CALLS
+from attn.bench.results.case_tables import (
+    case_table,
+    graph_table,
+    kernel_table,
+    microseconds,
+    percent,
+    rate_text,
+    ratio_text,
+    scientific,
+    standings_line,
+    table,
+    time_text,
+)
 from attn.bench.results.lines import Line, Part
 from attn.bench.results.results import (
+    MOST_SPREAD,
     BenchResults,
     CaseResult,
-    Check,
     Contender,
-    Status,
     Verdict,
     allocation_check,
     checks_of,
     free_partition_check,
     host_check,
+    invariant_check,
     line_check,
     plain_check,
     plan_check,
     scratch_check,
-    verdict_of,
 )
 
 _HOW_CLOCK = (
     "Median of single calls ({reps} per round at most, {rounds} rounds, the kernels in turn within "
     "a round, backwards in every other), {clock}. "
 )
-_HOW_DENSE = (
-    "`forward` only: a plan is made before, and those of decodes have a table of their own. "
-)
-_HOW_HOPPER = (
-    "The first time is `forward` alone; the one in brackets has before it what the kernel needs "
-    "once per step and not once per layer, launched anew in every timed call and spread over no "
-    "layers: `build` of our builder, `get_scheduler_metadata` of FlashAttention-3, `plan` of "
-    "FlashInfer, whose lengths lie in pinned memory. What a plan computes on the host counts as "
-    "far as the GPU has to wait for it. Kernels without brackets plan nothing. Decodes and "
-    "verifies are judged with the plans, the others without. "
+_HOW_JUDGED = (
+    "Times of kernels are per layer of a model: `forward + plan / {layers}`, for ours and for "
+    "every peer, measured in one process. `alone` is `forward` by itself; `plan` is what the "
+    "kernel needs once per step, timed by itself: `build` of our builder, "
+    "`get_scheduler_metadata` of FlashAttention-3, `plan` of FlashInfer, whose lengths lie in "
+    "pinned memory. `planned` is one call of both together. What a plan computes on the host "
+    "counts as far as the GPU has to wait for it. FlashMLA plans in the first call of a step: one "
+    "call with its plan and the other layers' calls without are averaged. Where a peer's call with "
+    "its whole plan took less, that time counts. `host` is the host's time in one eager `forward`. "
 )
 _HOW_INPUTS = (
     "GB/s counts each live key and value once, plus query and output; TF counts "
     "visible pairs only, 4 x head size flops per pair and query head. Keys and values are random, "
     "block tables permuted, pages hold {block_sizes} tokens, unused slots of our cache NaN. A "
-    "kernel's sampled rows are compared with float64 before it is timed and again after; `error` "
-    "is the largest relative norm. `spread` is (largest - smallest) / median of our rounds' "
-    "medians."
+    "kernel's sampled rows are compared with float64 before it is timed and again after, and "
+    "before it with queries that each look for one key, in decodes for every key in turn up to "
+    "{needles} keys a head; `error` "
+    "is the largest relative norm. `spread` is (largest - smallest) / median of the rounds' "
+    "medians of `forward`. A lead or a lag within the larger spread of the two is level; a lag of "
+    "more than {most_spread} is a lag."
 )
 _CUDA_CLOCK = (
     "CUDA events around each call, 256 MiB written before it to empty the L2 cache, launches "
@@ -63,8 +77,8 @@ _LEGEND_HOPPER = (
 )
 _LEGEND_MLA = (
     "Heads of 576 are 512 of the latent and 64 of the rotary part; GB/s counts a latent row once, "
-    "TF 2 x (576 + 512) flops per pair and head. `flashmla` is vLLM's, `flashinfer_mla` runs on "
-    "fa3, `vllm_triton_mla` is vLLM's TRITON_MLA. `get_mla_metadata` is FlashMLA's plan."
+    "TF 2 x (576 + 512) flops per pair and head. `fa3` is vLLM's FLASH_ATTN_MLA, `flashmla` vLLM's "
+    "FLASHMLA, `vllm_triton_mla` vLLM's TRITON_MLA; `flashinfer_mla` runs on fa3."
 )
 _LEGEND = "Times in us. `-`: no such kernel; `n/a`: cannot run here; empty: not asked for."
 
@@ -99,14 +113,18 @@ _HOW_LATENT = (
     "they are timed and again after; `error` is the largest relative norm, where e4m3 is stored "
     "its rounding included, which is to the nearest in every element."
 )
-_HOW_SPARSE = (
-    "Times are taken in one process, in turn ({rounds} rounds), on the same tensors; medians. "
-    "`device` is the GPU's time alone: {clock}. `graph` is that of one of {calls} calls in a CUDA "
-    "graph. Rows of queries list {topk} tokens each of contexts of {context}, drawn at "
-    "random. TF counts 2 x (576 + 512) flops per listed row and head; TB/s the bytes that are read "
-    "and written. FlashMLA is vLLM's or its own package's, with queries padded to its 64 or 128 "
-    "heads before they are timed, and with its schedule made. Sampled rows are compared with "
-    "float64 before they are timed and again after; `error` is the largest relative norm."
+_LEGEND_SPARSE = (
+    "Heads of 576 are 512 of the latent and 64 of the rotary part. Rows of queries list {topk} "
+    "tokens each, drawn at random from what they see; TF counts 2 x (576 + 512) flops per listed "
+    "row and head. `fa3` is vLLM's FLASH_ATTN_MLA_SPARSE, `flashmla` vLLM's FLASHMLA_SPARSE. Every "
+    "call turns the listed positions into slots, ours and theirs, and FlashMLA's joins and pads "
+    "its queries to 64 or 128 heads."
+)
+_HOW_SPARSE_LINES = (
+    "Lines of bytes: `device` is the GPU's time alone, with launches queued ahead and an empty L2 "
+    "cache; `graph` is that of one of {calls} calls in a CUDA graph. TB/s counts the bytes that "
+    "are read and written. `deepgemm` is DeepGEMM's paged logits as vLLM calls them, its schedule "
+    "made before."
 )
 _PARTS = {
     Part.OVERHEAD: "A forward beside the call that it makes",
@@ -114,48 +132,73 @@ _PARTS = {
     Part.BUILD: "A step's build beside vLLM's",
     Part.ROPE: "RoPE, e4m3 and the cache write",
     Part.KERNEL: "By another backend's kernel",
-    Part.LISTS: "Latent attention over lists, beside FlashMLA",
+    Part.LISTS: "Tiles of the portable kernel",
     Part.STREAM: "Bytes of the cache",
 }
 
 
-def render_markdown(results: BenchResults) -> str:
-    """The markdown tables of a run, from ``results`` alone."""
+def render_markdown(results: BenchResults, since: str = "") -> str:
+    """The markdown tables of a run.
+
+    Args:
+        results: the results.
+        since: a sentence on what has changed since the measured commit; empty for none.
+    """
     if results.environment.table.has_lines:
-        return _render_lines(results)
+        return _render_lines(results, since)
     environment = results.environment
-    is_planned = environment.table.times_plans
-    sizes = sorted({result.case.block_size for result in results.cases})
-    how = (_HOW_CLOCK + (_HOW_HOPPER if is_planned else _HOW_DENSE) + _HOW_INPUTS).format(
+    table_, cases = environment.table, results.cases
+    sizes = sorted({result.case.block_size for result in cases})
+    layers = sorted({result.case.layers for result in cases})
+    how = (_HOW_CLOCK + _HOW_JUDGED + _HOW_INPUTS).format(
         reps=environment.reps,
         rounds=environment.rounds,
         clock=_CPU_CLOCK if environment.device == "cpu" else _CUDA_CLOCK,
-        block_sizes=" or ".join(str(size) for size in sizes) or "no",
+        layers=" or ".join(map(str, layers)) or "layers",
+        block_sizes=" or ".join(map(str, sizes)) or "no",
+        most_spread=percent(MOST_SPREAD),
+        needles=MOST_DRAWS,
     )
     title = f"# {environment.backend} on {environment.device}"
-    legend = {BenchTable.HOPPER: _LEGEND_HOPPER, BenchTable.MLA: _LEGEND_MLA}
-    cases = _case_table(results.cases)
-    if is_planned:
-        cases = _planned_table(results.cases, environment.table.peers)
-    is_latent = environment.table is BenchTable.MLA
+    legend = {
+        BenchTable.HOPPER: _LEGEND_HOPPER,
+        BenchTable.MLA: _LEGEND_MLA,
+        BenchTable.SPARSE_MLA: _LEGEND_SPARSE.format(topk=TOPK),
+    }
     parts = [
-        f"{title}, against the fastest kernels for it" if is_planned else title,
+        f"{title}, against the fastest kernels for it" if table_.takes_hopper else title,
         _when(results),
+        *filter(None, [since]),
         how,
-        _summary(results),
+        " ".join(filter(None, [_summary(results), standings_line(results)])),
         "## Cases",
-        f"{_LEGEND} {legend.get(environment.table, '')}".rstrip(),
-        cases,
-        *_section("On the host", _host_lines(results)),
+        f"{_LEGEND} {legend.get(table_, '')}".rstrip(),
+        case_table(cases, table_.peers),
+        *_section("In a captured graph", _graphs(results)),
+        *_section("Every kernel", kernel_table(cases)),
+        *_section("On the host", _host_table(results)),
         *_section("Batch-invariant decode against a free partition", _free_table(results)),
-        *_section("Batch-invariant prefill", _invariant_table(results)),
+        *_section(_invariant_title(results), _invariant_table(results)),
         *_section("In plain Triton", _plain_table(results)),
         *_section("The step's plan", _plan_table(results)),
         *_section("Plans of one engine", _plan_sizes(results)),
-        *([] if is_latent else _section("Memory", _memory_table(results))),
+        *([] if table_.is_latent else _section("Memory", _memory_table(results))),
+        *_line_sections(results.lines),
         *_section("Not measured", _reasons(results)),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _graphs(results: BenchResults) -> str:
+    """Times per layer in a captured graph, under a line that says how they are measured."""
+    found = graph_table(results.cases, results.environment.table.peers)
+    if not found:
+        return ""
+    how = (
+        f"One of {GRAPH_CALLS} calls of `forward` in a CUDA graph, every launch counted, and the "
+        "plan's part as above. The calls read one cache, of which the L2 cache keeps what it can."
+    )
+    return f"{how}\n\n{found}"
 
 
 def _when(results: BenchResults) -> str:
@@ -166,38 +209,48 @@ def _when(results: BenchResults) -> str:
     return f"{environment.date}, commit {environment.commit}; {versions}."
 
 
-def _render_lines(results: BenchResults) -> str:
+def _render_lines(results: BenchResults, since: str) -> str:
     environment = results.environment
     clock = _CPU_CLOCK if environment.device == "cpu" else _CUDA_CLOCK
     checks = [check for line in results.lines if (check := line_check(line)) is not None]
     counts = Counter(check.verdict for check in checks)
-    own = {BenchTable.TRTLLM_MLA: _HOW_LATENT, BenchTable.SPARSE_MLA: _HOW_SPARSE}
-    how = own.get(environment.table, _HOW_LINES)
-    is_sparse = environment.table is BenchTable.SPARSE_MLA
-    beside = "FlashMLA" if is_sparse else "FlashInfer's own calls"
-    lists = {"topk": SPARSE_CASES[0].topk, "context": SPARSE_CONTEXT}
+    how = _HOW_LATENT if environment.table is BenchTable.TRTLLM_MLA else _HOW_LINES
     parts = [
-        f"# {environment.backend} on {environment.device}, beside {beside}",
+        f"# {environment.backend} on {environment.device}, beside FlashInfer's own calls",
         _when(results),
-        how.format(rounds=environment.rounds, clock=clock, calls=GRAPH_CALLS, **lists),
+        *filter(None, [since]),
+        how.format(rounds=environment.rounds, clock=clock, calls=GRAPH_CALLS),
         "Targets: " + ", ".join(f"{counts[v]} {v.value}" for v in Verdict) + ".",
     ]
+    parts += _line_sections(results.lines)
+    parts += _section("Not measured", "\n".join(_line_reasons(results.lines)))
+    return "\n\n".join(parts) + "\n"
+
+
+def _line_sections(lines: Sequence[Line]) -> list[str]:
+    """A section with a table for each part that has lines."""
+    found = []
     for part, title in _PARTS.items():
-        lines = [line for line in results.lines if line.part is part]
-        parts += _section(title, _line_table(lines) if lines else "")
+        own = [line for line in lines if line.part is part]
+        how = "" if part is not Part.STREAM else _HOW_SPARSE_LINES.format(calls=GRAPH_CALLS)
+        body = [*filter(None, [how]), _line_table(own)] if own else []
+        found += _section(title, "\n\n".join(body))
+    return found
+
+
+def _line_reasons(lines: Sequence[Line]) -> list[str]:
+    """Every reason once, with the lines that it applies to."""
     reasons: dict[str, list[str]] = {}
-    for line in results.lines:
+    for line in lines:
         if line.reason:
             named = f"{line.backend} {line.case} {line.how.value}"
             reasons.setdefault(line.reason, []).append(named)
-    missing = [f"- {reason} ({', '.join(names)})" for reason, names in reasons.items()]
-    parts += _section("Not measured", "\n".join(missing))
-    return "\n\n".join(parts) + "\n"
+    return [f"- {reason} ({', '.join(names)})" for reason, names in reasons.items()]
 
 
 def _line_table(lines: Sequence[Line]) -> str:
     header = ["backend", "case", "what", "time of", "ours, us", "beside", "its, us", "ours / its"]
-    header += ["ours - its, us", "spread", "error", "waits", "target", "verdict"]
+    header += ["ours - its, us", "spread", "its spread", "error", "waits", "target", "verdict"]
     # Tables without rates omit the column.
     has_rates = any(line.amount is not None for line in lines)
     header[5:5] = ["rate"] * has_rates
@@ -218,14 +271,15 @@ def _line_table(lines: Sequence[Line]) -> str:
                 "n/a" if its is None else f"{its:.1f}",
                 f"{(ours or 0.0) / (its or 1.0):.3f}" if paired else "",
                 f"{(ours or 0.0) - (its or 0.0):.1f}" if paired else "",
-                _percent(line.spread),
-                "" if line.error is None else f"{line.error:.1e}",
+                percent(line.spread),
+                percent(line.other_spread),
+                scientific(line.error),
                 "" if line.waits is None else str(line.waits),
                 "" if check is None else check.text,
                 "" if check is None else check.verdict.value,
             ]
         )
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def _line_rate(line: Line) -> str:
@@ -252,130 +306,53 @@ def _section(title: str, body: str) -> list[str]:
     return [f"## {title}", body] if body else []
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def _summary(results: BenchResults) -> str:
     checks = [check for result in results.cases for check in checks_of(result, results.cases)]
-    for judge in (host_check, plain_check):
+    for judge in (host_check, plain_check, invariant_check):
         checks += [check for result in results.cases if (check := judge(result)) is not None]
     checks += [free_partition_check(r) for r in results.cases if r.case.compare_free_partition]
-    if results.environment.table is not BenchTable.MLA:
+    checks += [check for line in results.lines if (check := line_check(line)) is not None]
+    if not results.environment.table.is_latent:
         checks += [scratch_check(results), allocation_check(results)]
     checks += filter(None, [plan_check(results)])
     counts = Counter(check.verdict for check in checks)
     return "Targets: " + ", ".join(f"{counts[v]} {v.value}" for v in Verdict) + "."
 
 
-def _time(contender: Contender | None) -> str:
-    if contender is None:
-        return ""
-    if contender.time_us is not None:
-        return f"{contender.time_us:.1f}"
-    short = {Status.UNSUPPORTED: "-", Status.UNAVAILABLE: "n/a"}
-    return short.get(contender.status, contender.status.value)
-
-
-def _percent(part: float | None) -> str:
-    return "" if part is None else f"{100 * part:.1f} %"
-
-
-def _rate(result: CaseResult, contender: Contender | None) -> str:
-    if contender is None or contender.time_us is None:
-        return ""
-    return f"{result.case.rate(contender.time_us):.0f} {result.case.unit}"
-
-
-def _ratio(ours: Contender, other: Contender | None, planned: bool = False) -> str:
-    mine = ours.cost(planned)
-    theirs = None if other is None else other.cost(planned)
-    return "" if mine is None or theirs is None else f"{mine / theirs:.3f}"
-
-
-def _error(contender: Contender) -> str:
-    return "" if contender.error is None else f"{contender.error:.1e}"
-
-
-def _case_table(cases: Sequence[CaseResult]) -> str:
-    header = ["case", "what", "ours", "rate", "spread", "error", *PEERS]
-    header += ["best peer", "ours / best", "target", "verdict"]
+def _host_table(results: BenchResults) -> str:
+    """Host time of one eager forward: a row for each case that has a bound."""
+    peers = results.environment.table.peers
     rows = []
-    for result in cases:
-        checks, best = checks_of(result), result.best_peer
-        verdict = verdict_of(checks)
-        rows.append(
-            [
-                result.case.name,
-                result.case.what,
-                f"**{_time(result.ours)}**",
-                _rate(result, result.ours),
-                _percent(result.ours.spread),
-                _error(result.ours),
-                *(_time(result.peer(name)) for name in PEERS),
-                "" if best is None else f"{best.name} {_rate(result, best)}",
-                _ratio(result.ours, best),
-                ", ".join(check.text for check in checks),
-                "" if verdict is None else _verdict_text(verdict, checks),
-            ]
-        )
-    return _table(header, rows)
-
-
-def _both_times(contender: Contender | None) -> str:
-    """Time of forward and, in brackets, of forward with the plan where a kernel has one."""
-    time = _time(contender)
-    if contender is None or contender.planned_us is None:
-        return time
-    return f"{time} ({contender.planned_us:.1f})"
-
-
-def _planned_table(cases: Sequence[CaseResult], peers: Sequence[str]) -> str:
-    header = ["case", "what", "ours", "rate", "spread", "error", *peers]
-    header += ["best peer", "ours / best", "target", "verdict"]
-    rows = []
-    for result in cases:
-        checks, planned = checks_of(result, cases), result.case.is_bandwidth_bound
-        best, verdict = result.best(planned), verdict_of(checks)
-        rows.append(
-            [
-                result.case.name,
-                result.case.what,
-                f"**{_both_times(result.ours)}**",
-                _rate(result, result.ours),
-                _percent(result.ours.spread),
-                _error(result.ours),
-                *(_both_times(result.peer(name)) for name in peers),
-                "" if best is None else best.name,
-                _ratio(result.ours, best, planned),
-                ", ".join(check.text for check in checks),
-                "" if verdict is None else _verdict_text(verdict, checks),
-            ]
-        )
-    return _table(header, rows)
-
-
-def _host_lines(results: BenchResults) -> str:
-    """Host time of one eager forward: a line for each case that has a bound."""
-    lines = []
     for result in results.cases:
         check = host_check(result)
-        if check is not None:
-            time = "n/a" if result.host_us is None else f"{result.host_us:.1f} us"
-            lines.append(
-                f"- one eager `forward` of {result.case.name}: {time} per call, target "
-                f"{check.text}: {check.verdict.value}"
-            )
-    return "\n".join(lines)
+        if check is None:
+            continue
+        ours = result.ours
+        rows.append(
+            [
+                result.case.name,
+                "n/a" if ours.host_us is None else f"**{ours.host_us:.1f}**",
+                microseconds(ours.plan_host_us),
+                *(
+                    time_text(peer, None if peer is None else peer.host_us)
+                    for peer in map(result.peer, peers)
+                ),
+                check.text,
+                check.verdict.value,
+            ]
+        )
+    if not rows:
+        return ""
+    how = (
+        "Microseconds of the host in one eager `forward`, with an idle GPU at first and without "
+        "waiting for it. `build` is that of our step's plan."
+    )
+    return f"{how}\n\n{table(['case', 'ours', 'build', *peers, 'target', 'verdict'], rows)}"
 
 
-def _verdict_text(verdict: Verdict, checks: Sequence[Check]) -> str:
-    """The verdict, with the bounds that it concerns where it does not concern all."""
-    about = [check.text for check in checks if check.verdict is verdict]
-    if verdict is Verdict.MET or len(about) == len(checks):
-        return verdict.value
-    return f"{verdict.value}: {', '.join(about)}"
+def _own(result: CaseResult, contender: Contender | None) -> str:
+    """Time per layer of a kernel of ours."""
+    return time_text(contender, result.cost(contender))
 
 
 def _free_table(results: BenchResults) -> str:
@@ -385,21 +362,33 @@ def _free_table(results: BenchResults) -> str:
         if result.case.compare_free_partition:
             check = free_partition_check(result)
             ours, free = result.ours, result.free_partition
-            times = [_time(ours), _time(free) or "n/a", _ratio(ours, free)]
+            times = [_own(result, ours), _own(result, free) or "n/a"]
+            times.append(ratio_text(result.ratio(free)))
             rows.append([result.case.name, *times, check.text, check.verdict.value])
-    return _table(header, rows) if rows else ""
+    return table(header, rows) if rows else ""
+
+
+def _invariant_title(results: BenchResults) -> str:
+    is_own = results.environment.table is BenchTable.INVARIANCE
+    return "With batch invariance" if is_own else "Batch-invariant prefill"
 
 
 def _invariant_table(results: BenchResults) -> str:
     header = ["case", "default", "rate", "invariant", "rate", "invariant / default"]
+    has_bounds = any(result.case.target.max_invariant_ratio for result in results.cases)
+    header += ["target", "verdict"] * has_bounds
     rows = []
     for result in results.cases:
         if result.case.compare_batch_invariant:
             ours, other = result.ours, result.batch_invariant
-            ratio = "" if other is None else _ratio(other, ours)
-            cells = [_time(ours), _rate(result, ours), _time(other) or "n/a", _rate(result, other)]
-            rows.append([result.case.name, *cells, ratio])
-    return _table(header, rows) if rows else ""
+            ratio = result.ratio(other)
+            cells = [_own(result, ours), rate_text(result, ours)]
+            cells += [_own(result, other) or "n/a", rate_text(result, other)]
+            cells.append(ratio_text(ratio and 1 / ratio))
+            check = invariant_check(result)
+            judged = ["", ""] if check is None else [check.text, check.verdict.value]
+            rows.append([result.case.name, *cells, *judged * has_bounds])
+    return table(header, rows) if rows else ""
 
 
 def _plain_table(results: BenchResults) -> str:
@@ -408,9 +397,10 @@ def _plain_table(results: BenchResults) -> str:
     for result in results.cases:
         check, plain = plain_check(result), result.plain
         if check is not None:
-            cells = [_time(plain) or "n/a", _rate(result, plain), _ratio(result.ours, plain)]
+            cells = [_own(result, plain) or "n/a", rate_text(result, plain)]
+            cells.append(ratio_text(result.ratio(plain)))
             rows.append([result.case.name, *cells, check.text, check.verdict.value])
-    return _table(header, rows) if rows else ""
+    return table(header, rows) if rows else ""
 
 
 def _plan_table(results: BenchResults) -> str:
@@ -419,9 +409,9 @@ def _plan_table(results: BenchResults) -> str:
     for result in results.cases:
         if result.plan is not None:
             gpu = "n/a" if result.plan.gpu_us is None else f"{result.plan.gpu_us:.1f}"
-            row = [result.case.name, gpu, f"{result.plan.host_us:.1f}", _time(result.ours)]
-            rows.append(row)
-    return _table(header, rows) if rows else ""
+            forward = time_text(result.ours, result.ours.time_us)
+            rows.append([result.case.name, gpu, f"{result.plan.host_us:.1f}", forward])
+    return table(header, rows) if rows else ""
 
 
 def _plan_sizes(results: BenchResults) -> str:
@@ -438,7 +428,7 @@ def _plan_sizes(results: BenchResults) -> str:
         return f"Of one engine's plans by their number of decodes none was measured. {text}"
     engine = f"an engine of up to {PLAN_SIZES[-1]} requests"
     how = f"The kernels of `build` in a CUDA graph, of {engine}. {text}"
-    return f"{how}\n\n{_table(header, rows)}"
+    return f"{how}\n\n{table(header, rows)}"
 
 
 def _memory_table(results: BenchResults) -> str:
@@ -459,7 +449,7 @@ def _memory_table(results: BenchResults) -> str:
             allocation.verdict.value,
         ],
     ]
-    return _table(["what", "measured", "target", "verdict"], rows)
+    return table(["what", "measured", "target", "verdict"], rows)
 
 
 def _reasons(results: BenchResults) -> str:
@@ -480,4 +470,4 @@ def _reasons(results: BenchResults) -> str:
     lines = []
     for (what, reason), names in found.items():
         lines.append(f"- {what}: {reason}" + (f" ({', '.join(names)})" if names else ""))
-    return "\n".join(lines)
+    return "\n".join([*lines, *_line_reasons(results.lines)])

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attn.bench.command import check_writable
+from attn.bench.results.age import age_sentence
 from attn.bench.results.moves import Move, bench_moves, move_lines
-from attn.bench.results.origin import command_line, read_results
+from attn.bench.results.origin import KERNELS_SCHEMA, command_line, read_results
 from attn.bench.results.pages.bench import bench_page
 from attn.bench.results.pages.frame import check_page, render_page
 from attn.bench.results.render import render_markdown
@@ -58,7 +59,7 @@ class Report:
             new: results without a measurement, of what is going to be measured.
 
         Raises:
-            ValueError: earlier results are of another backend, device or table.
+            ValueError: earlier results are of another backend, device, table or version.
         """
         if self.merge:
             self.combined(new)
@@ -69,7 +70,8 @@ class Report:
         """Merge new results, if any, with the earlier ones.
 
         Raises:
-            ValueError: earlier results cannot be read, or are of another backend, device or table.
+            ValueError: earlier results cannot be read, or are of another backend, device, table
+                or version.
         """
         found = [load_results(path) for path in self.merge] + ([results] if results else [])
         if not found:
@@ -79,6 +81,13 @@ class Report:
         for later in found[1:]:
             whole = later.merged(whole, order)
         return whole
+
+    def age(self, results: BenchResults) -> str:
+        """A sentence on what has changed since the results were measured; empty if git cannot say.
+
+        No file that can be committed holds it, since the next commit would make it wrong.
+        """
+        return age_sentence(results.environment.commit, results.environment.table)
 
     def write(self, results: BenchResults) -> None:
         """Write the markdown and the JSON that were asked for."""
@@ -93,7 +102,8 @@ class Report:
         """Write everything that was asked for.
 
         Returns:
-            Lines on what moved; [] without a comparison.
+            A line on what has changed since the results were measured, where git can say, and lines
+            on what moved, where there is a comparison.
 
         Raises:
             ValueError: the older results cannot be read or do not fit. All files are written then,
@@ -109,11 +119,12 @@ class Report:
             raise
         against = "" if self.compare is None else str(self.compare)
         self._write_page(results, moves, against)
-        return move_lines(moves, against) if against else []
+        aged = [line for line in [self.age(results)] if line and self.out is not None]
+        return aged + (move_lines(moves, against) if against else [])
 
     def _write_page(self, results: BenchResults, moves: Sequence[Move], against: str) -> None:
         if self.html is not None:
-            page = render_page(bench_page(results, moves, against))
+            page = render_page(bench_page(results, moves, against, self.age(results)))
             self.html.write_text(page, encoding="utf-8")
 
 
@@ -123,4 +134,5 @@ def load_results(path: Path) -> BenchResults:
     Raises:
         SpecError: the file cannot be read or holds no results; the message names it.
     """
-    return read_results(BenchResults, path, "results of attn bench kernels")
+    versions = range(KERNELS_SCHEMA, KERNELS_SCHEMA + 1)
+    return read_results(BenchResults, path, "results of attn bench kernels", versions)

@@ -15,6 +15,7 @@ from attn.bench.results.results import (
     BenchResults,
     CaseResult,
     Contender,
+    Standing,
     Status,
     Verdict,
     checks_of,
@@ -22,7 +23,12 @@ from attn.bench.results.results import (
     verdict_of,
 )
 
-_TONES = {Verdict.MET: Tone.GOOD, Verdict.NOT_MET: Tone.BAD, Verdict.NOT_MEASURED: Tone.FAINT}
+_TONES = {
+    Verdict.MET: Tone.GOOD,
+    Verdict.LEVEL: Tone.FAINT,
+    Verdict.NOT_MET: Tone.BAD,
+    Verdict.NOT_MEASURED: Tone.FAINT,
+}
 _MOVE_TONES = {
     Direction.BETTER: Tone.GOOD,
     Direction.WORSE: Tone.BAD,
@@ -33,13 +39,16 @@ _ROW_HEIGHT = 0.2
 """Inches of a case in the chart of ratios."""
 
 
-def bench_page(results: BenchResults, moves: Sequence[Move] = (), against: str = "") -> Page:
+def bench_page(
+    results: BenchResults, moves: Sequence[Move] = (), against: str = "", age: str = ""
+) -> Page:
     """The page of a run's results.
 
     Args:
         results: the results.
         moves: the comparison with an older file; empty without one.
         against: name of that file; empty without one.
+        age: a sentence on what has changed since the results were measured; empty for none.
     """
     environment = results.environment
     sections = [*moves_section(moves, against)]
@@ -50,6 +59,7 @@ def bench_page(results: BenchResults, moves: Sequence[Move] = (), against: str =
     sections.append(
         Section(
             "How it was measured",
+            notes=[age] if age else [],
             tables=[
                 pairs(
                     "setting",
@@ -129,34 +139,27 @@ def _verdict(results: BenchResults) -> Cell:
     )
 
 
-def _planned(results: BenchResults, result: CaseResult) -> bool:
-    """True where a case is judged by times with the step's plan."""
-    return results.environment.table.times_plans and result.case.is_bandwidth_bound
+_STANDING_TONES = {
+    Standing.AHEAD: Tone.GOOD,
+    Standing.LEVEL: Tone.FAINT,
+    Standing.BEHIND: Tone.BAD,
+    Standing.NOT_MEASURED: Tone.FAINT,
+}
 
 
-def _ratio(result: CaseResult, other: Contender | None, planned: bool) -> float | None:
-    ours = result.ours.cost(planned)
-    theirs = None if other is None else other.cost(planned)
-    return None if ours is None or theirs is None else ours / theirs
-
-
-def _standing(result: CaseResult, planned: bool) -> Cell:
-    """Ahead, behind or level with the fastest peer; a lead within the spread is level."""
-    ratio = _ratio(result, result.best(planned), planned)
-    if ratio is None:
+def _standing(result: CaseResult) -> Cell:
+    """Ahead of, behind or level with the fastest peer; alone without peers."""
+    if result.best() is None:
         return Cell("alone" if result.ours.time_us is not None else "", Tone.FAINT)
-    if abs(ratio - 1.0) <= (result.ours.spread or 0.0):
-        return Cell("level", Tone.FAINT)
-    return Cell("ahead", Tone.GOOD) if ratio < 1.0 else Cell("behind", Tone.BAD)
+    standing = result.standing()
+    return Cell(standing.value, _STANDING_TONES[standing])
 
 
 def _facts(results: BenchResults) -> list[tuple[str, str]]:
     environment = results.environment
     facts = [("device", environment.device), ("date", environment.date)]
     if results.cases:
-        standings = Counter(
-            _standing(result, _planned(results, result)).text for result in results.cases
-        )
+        standings = Counter(_standing(result).text for result in results.cases)
         facts.append(("cases", str(len(results.cases))))
         facts += [
             (f"{name} the fastest peer", str(number))
@@ -177,11 +180,10 @@ def _case_sections(results: BenchResults) -> list[Section]:
     charts = _ratio_charts(results)
     if charts:
         notes = [
-            "Our time over another kernel's; left of 1 ours is faster. The band around 1 is the "
-            "spread of our rounds: a point inside it is level."
+            "Our time per layer over another kernel's: forward and the layer's part of the plan. "
+            "Left of 1 ours is faster. The band around 1 is the spread of our rounds: a point "
+            "inside it is level."
         ]
-        if results.environment.table.times_plans:
-            notes.append("Times of decodes and verifies have the step's plan in them.")
         sections.append(Section("Ratios to peers", notes=notes, charts=charts))
     measured = [result for result in results.cases if result.ours.time_us is not None]
     if measured:
@@ -192,7 +194,7 @@ def _case_sections(results: BenchResults) -> list[Section]:
             if roof
             else f"No limits are known of {results.environment.device}, so no line is drawn."
         )
-        chart = draw_svg(lambda panel: _draw_roofline(panel, results, measured, roof), 3.4)
+        chart = draw_svg(lambda panel: _draw_roofline(panel, measured, roof), 3.4)
         sections.append(
             Section(
                 "Roofline",
@@ -205,11 +207,7 @@ def _case_sections(results: BenchResults) -> list[Section]:
 
 
 def _ratio_charts(results: BenchResults) -> list[Chart]:
-    shown = [
-        result
-        for result in results.cases
-        if any(_ratio(result, peer, _planned(results, result)) for peer in result.peers)
-    ]
+    shown = [result for result in results.cases if any(result.ratio(peer) for peer in result.peers)]
     if not shown:
         return []
     names = list(dict.fromkeys(peer.name for result in shown for peer in result.peers))
@@ -222,7 +220,7 @@ def _ratio_charts(results: BenchResults) -> list[Chart]:
             points = [
                 (ratio, row)
                 for row, result in enumerate(reversed(shown))
-                if (ratio := _ratio(result, result.peer(name), _planned(results, result)))
+                if (ratio := result.ratio(result.peer(name)))
             ]
             if points:
                 style = {"color": COLORS[index % len(COLORS)], "s": 16, "label": name}
@@ -252,15 +250,12 @@ def _plain_ticks(panel: Any) -> None:
     panel.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
 
 
-def _draw_roofline(
-    panel: Any, results: BenchResults, measured: Sequence[CaseResult], roof: Roof | None
-) -> None:
+def _draw_roofline(panel: Any, measured: Sequence[CaseResult], roof: Roof | None) -> None:
     at = [result.case.flops / result.case.nbytes for result in measured]
     for index, kind in enumerate(("ours", "fastest peer")):
         points = []
         for where, result in zip(at, measured, strict=True):
-            planned = _planned(results, result)
-            contender = result.best(planned) if index else result.ours
+            contender = result.best() if index else result.ours
             time = None if contender is None else contender.time_us
             if time is not None:
                 points.append((where, result.case.flops / time * 1e-6))
@@ -286,33 +281,30 @@ def _case_table(results: BenchResults) -> Table:
     columns += ["error", "ours / fastest", *(f"{name}, us" for name in peers)]
     rows: list[list[Cell | str]] = []
     for result in results.cases:
-        planned, ours = _planned(results, result), result.ours
-        best, verdict = result.best(planned), verdict_of(checks_of(result, results.cases))
-        ratio = _ratio(result, best, planned)
-        time = ours.time_us
+        ours, best, time = result.ours, result.best(), result.ours.time_us
+        verdict, ratio = verdict_of(checks_of(result, results.cases)), result.ratio(best)
         rows.append(
             [
                 result.case.name,
                 result.case.what,
-                _standing(result, planned),
+                _standing(result),
                 Cell("") if verdict is None else Cell(verdict.value, _TONES[verdict]),
-                Cell(ours.status.value, Tone.BAD) if time is None else _time(ours),
+                Cell(ours.status.value, Tone.BAD) if time is None else _time(result, ours),
                 "" if time is None else f"{result.case.rate(time):.0f} {result.case.unit}",
                 "" if ours.spread is None else f"{100 * ours.spread:.1f} %",
                 "" if ours.error is None else f"{ours.error:.1e}",
                 "" if ratio is None or best is None else f"{ratio:.3f} ({best.name})",
-                *(_time(result.peer(name)) for name in peers),
+                *(_time(result, result.peer(name)) for name in peers),
             ]
         )
     return Table(columns, rows, numbers=5 + len(peers), sentences=1)
 
 
-def _time(contender: Contender | None) -> str:
-    """Time, with that of the plan and the kernel together in brackets where there is a plan."""
+def _time(result: CaseResult, contender: Contender | None) -> str:
+    """Time per layer, with that of ``forward`` alone in brackets."""
     if contender is None or contender.time_us is None:
         return "" if contender is None else contender.status.value
-    planned = contender.planned_us
-    return f"{contender.time_us:.1f}" + ("" if planned is None else f" ({planned:.1f})")
+    return f"{result.cost(contender):.1f} ({contender.time_us:.1f})"
 
 
 def _line_section(lines: Sequence[Line]) -> Section:

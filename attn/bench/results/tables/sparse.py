@@ -1,15 +1,17 @@
-"""``attn bench kernels --table sparse_mla``: latent attention over lists, compared with FlashMLA.
+"""Lines of ``attn bench kernels --table sparse_mla``: bytes of the cache, and tiles of our kernel.
 
-Our kernel takes any number of heads. FlashMLA's kernels take at least 64; fewer heads are padded
-outside the timed call. The conversion of a cache and the indexer's logits are rated by the bytes
-that they move per second.
+Attention over lists has rows of its own; see :mod:`attn.bench.measure.sparse`. The conversion of a
+cache and the indexer's logits are rated by the bytes that they move per second, the logits beside
+DeepGEMM's. Tiles are other forms of our portable kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
 from typing import Any, Final
 
 import torch
@@ -18,12 +20,13 @@ from attn.bench.cases.case import MODEL_DTYPE, KernelCase
 from attn.bench.cases.dense import TILES
 from attn.bench.cases.inputs import Expected
 from attn.bench.cases.latent import CONVERSION_CASE, INDEX_CASE
+from attn.bench.cases.sparse import K_SCALE, SparseContent, filled_cache, sparse_content
 from attn.bench.measure.judge import check_run
 from attn.bench.measure.pairs import Log, Rounds, checked, lines_or_reason, timed
-from attn.bench.measure.timing import Call
-from attn.bench.peers.dense import TOLERANCE, KernelRun
+from attn.bench.peers.dense import TOLERANCE, KernelRun, Latest, Refusal
 from attn.bench.results.lines import How, Line, Part
-from attn.bench.results.results import Contender
+from attn.bench.results.reasons import describe
+from attn.bench.results.results import Contender, Status
 from attn.ops.indexer import paged_index_logits
 from attn.ops.latent_convert import convert_blocks
 from attn.ops.sparse_mla import launch_with, sparse_mla, tile_for
@@ -33,38 +36,20 @@ from builders.device import device_facts, runs_gluon
 from builders.sparse.arguments import ListedRows
 from builders.sparse.hopper_tiles import hopper_sparse_tile, sparse_kernel_of
 from builders.sparse.tiles import SparseShape, SparseTile
-from builders.sparse.vendor_calls import load_flashmla
 from specs.base import cdiv
 from specs.dtypes import DType
 from specs.engine import DecodeKernel
-from specs.layouts import latent_views
 from specs.rows import INDEXER_PAGE, LatentFormat, RowFormat
-from specs.sparse_mla import SparseKernel, rule_of
 
-OURS: Final = "SPARSE_MLA"
-FLASHMLA: Final = "flashmla"
 ALONE: Final = "nothing"
+DEEP_GEMM: Final = "deepgemm"
+VLLM_DEEP_GEMM: Final = "vllm.utils.deep_gemm"
+"""Module of vLLM's calls of DeepGEMM."""
 RAW, BLOCK_SCALED = LatentFormat.FP8_NOPE_FP8_ROPE, LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE
-JUDGED: Final = 3
-"""Number of rows that are compared with float64."""
-K_SCALE: Final = 0.5
-MIN_PADDED_SPEEDUP: Final = {"max_ratio": 0.5}
-"""Target against FlashMLA where FlashMLA has to pad heads."""
 TARGETS: Final[dict[tuple[str, How], dict[str, float]]] = {
-    ("dec_656_h128_b128", How.DEVICE): {"min_rate": 250.0},
-    ("dec_656_h16_b1", How.GRAPH): {"max_us": 12.0},
-    ("pre_bf16_h128_4k", How.DEVICE): {"min_rate": 350.0},
     (CONVERSION_CASE, How.DEVICE): {"min_rate": 3.5},
-    (INDEX_CASE, How.DEVICE): {"min_rate": 2.5},
+    (INDEX_CASE, How.DEVICE): {"min_rate": 2.5, "max_ratio": 1.0},
 }
-HOPPER_TARGETS: Final[dict[tuple[str, How], dict[str, float]]] = {
-    ("dec_656_h128_b128", How.DEVICE): {"max_ratio": 1.0},
-    ("dec_656_h16_b128", How.DEVICE): MIN_PADDED_SPEEDUP,
-    ("dec_656_h8_b128", How.DEVICE): MIN_PADDED_SPEEDUP,
-    ("pre_bf16_h128_4k", How.DEVICE): {"max_ratio": 1.0},
-    ("pre_bf16_h16_4k", How.DEVICE): MIN_PADDED_SPEEDUP,
-}
-"""Targets of the Hopper kernel."""
 HOWS: Final = (How.DEVICE, How.GRAPH)
 WHOLE_LIST: Final = {"segment": 1 << 16, "span": 1}
 """Change of a tile that keeps one state for a whole list and needs half the registers. Its bits
@@ -90,56 +75,53 @@ MANY: Final[dict[str, dict[str, Any]]] = {
 """Alternatives to a tile that does not fold heads into rows: changed fields, by name."""
 
 
+def has_lines(case: KernelCase, peers: tuple[str, ...] = ()) -> bool:
+    """Whether a case is measured as lines: bytes of the cache, or tiles where they are asked for.
+
+    Args:
+        case: a case of the table.
+        peers: what the benchmark compares with.
+    """
+    return case.name in (CONVERSION_CASE, INDEX_CASE) or TILES in peers
+
+
 def sparse_lines(
-    case: KernelCase,
-    backends: tuple[str, ...],
-    rounds: Rounds,
-    log: Log,
-    *,
-    kernel: DecodeKernel = DecodeKernel.AUTO,
-    peers: tuple[str, ...] = (FLASHMLA,),
+    case: KernelCase, backends: tuple[str, ...], rounds: Rounds, log: Log
 ) -> Iterator[Line]:
     """Measure the lines of a case; a line that fails holds its reason.
 
     Args:
-        case: one of :data:`attn.bench.cases.latent.SPARSE_CASES`.
+        case: one of :data:`attn.bench.cases.latent.SPARSE_CASES`. One that attends lists is
+            measured with every tile of our portable kernel and with the Hopper kernel's, by the
+            operation alone and not by a layer.
         backends: names of our backends, for the lines.
         rounds: settings of the measurement.
         log: receives the place of an error.
-        kernel: our kernel; ``auto`` measures both the portable and the Hopper kernel where they
-            serve.
-        peers: ``flashmla``, and ``tiles`` for other tiles of our portable kernel.
     """
     (name,) = backends
-    measure = {CONVERSION_CASE: _conversions, INDEX_CASE: _logits}.get(case.name)
-    if measure is not None:
+    if case.name == CONVERSION_CASE:
         asked = _asked(case, name, ALONE)
-        yield from lines_or_reason(asked, [], partial(measure, case, asked, rounds), log)
+        yield from lines_or_reason(asked, [], partial(_conversions, case, asked, rounds), log)
+        return
+    if case.name == INDEX_CASE:
+        asked = _asked(case, name, DEEP_GEMM)
+        yield from lines_or_reason(asked, [], partial(_logits, case, asked, rounds), log)
         return
     content = make_sparse_content(case, rounds)
-    other = FLASHMLA if FLASHMLA in peers else ALONE
-    if kernel is not DecodeKernel.HOPPER:
-        asked = _asked(case, name, other)
-        given = partial(_attended, content, asked, rounds, ours)
+    tiles: dict[str, SparseTile | None] = {"": None, **alternatives(content)}
+    hopper, _ = _hopper_tile(content, DecodeKernel.AUTO)
+    if hopper is not None:
+        tiles[DecodeKernel.HOPPER.value] = hopper
+    for label, tile in tiles.items():
+        asked = _asked(case, ", ".join(filter(None, [name, label])), ALONE)
+        given = partial(_attended, content, asked, rounds, tile)
         yield from lines_or_reason(asked, [], given, log)
-    if kernel is not DecodeKernel.TRITON:
-        tile, why = _hopper_tile(content, kernel)
-        asked = _asked(case, f"{name}, {DecodeKernel.HOPPER.value}", other, HOPPER_TARGETS)
-        if tile is not None or kernel is DecodeKernel.HOPPER:
-            given = partial(_attended, content, asked, rounds, partial(ours, tile=tile))
-            yield from lines_or_reason(asked, [] if tile else [why], given, log)
-    if TILES in peers:
-        for label, tile in alternatives(content).items():
-            asked = _asked(case, f"{name}, {label}", ALONE, {})
-            given = partial(_attended, content, asked, rounds, partial(ours, tile=tile))
-            yield from lines_or_reason(asked, [], given, log)
 
 
 def _asked(
     case: KernelCase,
     name: str,
     other: str,
-    targets: Mapping[tuple[str, How], dict[str, float]] = TARGETS,
 ) -> list[Line]:
     """The lines of a case, without numbers."""
     part, what, unit, amount = Part.LISTS, case.what, "TF", case.flops * 1e-6
@@ -159,7 +141,7 @@ def _asked(
             other=other,
             unit=unit,
             amount=amount,
-            **targets.get((case.name, how), {}),
+            **TARGETS.get((case.name, how), {}),
         )
         for how in HOWS
     ]
@@ -168,74 +150,9 @@ def _asked(
 # -- Attention.
 
 
-@dataclass(frozen=True)
-class SparseContent:
-    """Tensors of a case."""
-
-    case: KernelCase
-    cache: torch.Tensor
-    """``[N, P, row]`` bytes of cached rows."""
-    query: torch.Tensor
-    """``[T, H, L + r]`` absorbed queries."""
-    indices: torch.Tensor
-    """``[T, topk]`` int32 slots without duplicates in a row."""
-    k_scale: torch.Tensor
-
-    @cached_property
-    def expected(self) -> Expected:
-        """Sampled rows in float64."""
-        case, device = self.case, self.query.device
-        rank, rows = case.head_size_v, range(min(JUDGED, len(self.query)))
-        heads = sorted({0, case.num_heads // 2, case.num_heads - 1})
-        # The arithmetic is float64, but BF16 rows of the cache must be read in the model's dtype.
-        read = partial(
-            reference.read_listed,
-            layout=case.latent_format,
-            rank=rank,
-            rope_size=case.rope_size,
-            k_scale=self.k_scale,
-            model_dtype=self.query.dtype,
-            dtype=torch.float64,
-        )
-        wanted = []
-        for row in rows:
-            keys = read(self.cache, self.indices[row].long())
-            scores = self.query[row, heads].double() @ keys.T * case.scale
-            wanted.append(scores.softmax(-1) @ keys[:, :rank])
-        places = torch.tensor([*rows], device=device), torch.tensor(heads, device=device)
-        return Expected(*places, torch.stack(wanted))
-
-
-def filled_cache(row: RowFormat, blocks: int, rounds: Rounds, scales: bool) -> torch.Tensor:
-    """``[N, 64, row]`` bytes of normally distributed rows; scales are powers of two, or all 1."""
-    generator = torch.Generator(rounds.device).manual_seed(rounds.seed)
-    cache = torch.empty(blocks, INDEXER_PAGE, row.nbytes, dtype=torch.uint8, device=rounds.device)
-    for name, view in latent_views(cache, row).items():
-        # Filled in parts, because the random values are drawn in fp32.
-        for start in range(0, len(view), 4096):
-            part = view[start : start + 4096]
-            values = torch.randn(*part.shape, device=rounds.device, generator=generator)
-            if name == "scale":
-                values = torch.exp2(values.round()) if scales else torch.ones_like(values)
-            part.copy_(values)
-    return cache
-
-
 def make_sparse_content(case: KernelCase, rounds: Rounds) -> SparseContent:
-    """Random tensors of a case; requests share no cached rows."""
-    device, pages = rounds.device, cdiv(case.seq_lens[0], INDEXER_PAGE)
-    generator = torch.Generator(device).manual_seed(rounds.seed + 1)
-    cache = filled_cache(case.latent_row, case.num_reqs * pages, rounds, scales=True)
-    shape = case.num_tokens, case.num_heads, case.head_size
-    query = 3 * torch.randn(*shape, device=device, generator=generator)
-    lists = []
-    for req, new in enumerate(case.query_lens):
-        first = req * pages * INDEXER_PAGE
-        for _ in range(new):
-            at = torch.randperm(case.seq_lens[req], device=device, generator=generator)
-            lists.append((at[: case.topk] + first).int())
-    k_scale = torch.tensor(K_SCALE, device=device)
-    return SparseContent(case, cache, query.to(MODEL_DTYPE.torch), torch.stack(lists), k_scale)
+    """Random tensors of a case."""
+    return sparse_content(case, rounds.device, rounds.seed)
 
 
 def _usual_tile(content: SparseContent) -> SparseTile:
@@ -289,75 +206,11 @@ def ours(content: SparseContent, tile: SparseTile | None = None) -> KernelRun:
     return KernelRun(call, out)
 
 
-def flashmla(content: SparseContent) -> KernelRun | str:
-    """A run of FlashMLA on padded queries, or why FlashMLA cannot be called."""
-    case, query = content.case, content.query
-    layout, heads = case.latent_format, 64 if case.num_heads <= 64 else 128
-    kernel = SparseKernel.FLASHMLA_KV
-    if layout is LatentFormat.BF16:
-        kernel = SparseKernel.FLASHMLA_SPARSE
-    if layout not in rule_of(kernel).reads:
-        return f"FlashMLA reads no {layout.value} rows"
-    try:
-        functions = load_flashmla()
-    except RuntimeError as error:
-        return str(error)
-    padded = query.new_zeros(len(query), heads, case.head_size)
-    padded[:, : case.num_heads] = query
-    out = query.new_empty((*query.shape[:2], case.head_size_v))
-    found: list[torch.Tensor] = []
-
-    def prefill() -> None:
-        rows = content.cache.view(query.dtype).view(-1, 1, case.head_size)
-        found[:] = functions.prefill(padded, rows, content.indices[:, None], case.scale)[:1]
-
-    # Decodes are passed as requests of one token, a prefill as one request with many tokens.
-    axis = 0 if case.num_reqs == 1 and case.num_tokens > 1 else 1
-    schedule = functions.new_schedule()
-
-    def with_cache() -> None:
-        result = functions.with_cache(
-            *(padded.unsqueeze(axis), content.cache[:, :, None], None, None),
-            *(case.head_size_v, schedule),
-            softmax_scale=case.scale,
-            is_fp8_kvcache=True,
-            indices=content.indices.unsqueeze(axis),
-        )
-        found[:] = [result[0].flatten(0, 1)]
-
-    def collect() -> None:
-        out.copy_(found[0][:, : case.num_heads])
-
-    call = prefill if kernel is SparseKernel.FLASHMLA_SPARSE else with_cache
-    return KernelRun(call, out, collect=collect)
-
-
 def _attended(
-    content: SparseContent,
-    asked: list[Line],
-    rounds: Rounds,
-    own: Callable[[SparseContent], KernelRun],
+    content: SparseContent, asked: list[Line], rounds: Rounds, tile: SparseTile | None
 ) -> Iterator[Line]:
-    """Time our kernel, and FlashMLA where it is asked for and can be called."""
-    runs = {"ours": own(content)}
-    if asked[0].other == FLASHMLA:
-        peer = flashmla(content)
-        if isinstance(peer, str):
-            asked = [line.replace(reason=peer) for line in asked]
-        else:
-            runs[FLASHMLA] = peer
-    error = checked(runs["ours"], content.expected)
-    if FLASHMLA in runs:
-        found = check_run(FLASHMLA, runs[FLASHMLA], content.expected)
-        if isinstance(found, Contender):
-            # Our kernel is timed even without FlashMLA.
-            asked = [line.replace(reason=f"{FLASHMLA}: {found.reason}") for line in asked]
-            del runs[FLASHMLA]
-    calls: dict[str, Call] = {name: run.call for name, run in runs.items()}
-    yield from timed(asked, calls, rounds, error)
-    # Checked again after many launches, which may show an error that is not in every launch.
-    for run in runs.values():
-        checked(run, content.expected)
+    """Time our kernel with a tile."""
+    yield from _streamed(ours(content, tile), content.expected, asked, rounds)
 
 
 # -- Bytes.
@@ -380,7 +233,7 @@ def _conversions(case: KernelCase, asked: list[Line], rounds: Rounds) -> Iterato
     """Time the conversion of a whole cache of 576-byte rows to 656-byte rows."""
     source, target = (_rows_of(layout, case) for layout in (RAW, BLOCK_SCALED))
     blocks = _tokens(case) // INDEXER_PAGE
-    cache = filled_cache(source, blocks, rounds, scales=False)
+    cache = filled_cache(source, blocks, rounds.device, rounds.seed, scales=False)
     out = cache.new_full((blocks, INDEXER_PAGE, target.nbytes), 0xFF)
     scale = torch.tensor(K_SCALE, device=rounds.device)
     some = torch.linspace(0, blocks - 1, 9, device=rounds.device).long()
@@ -422,7 +275,8 @@ def _logits(case: KernelCase, asked: list[Line], rounds: Rounds) -> Iterator[Lin
     device, rows, length = rounds.device, case.num_reqs, case.seq_lens[0]
     generator = torch.Generator(device).manual_seed(rounds.seed)
     blocks = _tokens(case) // INDEXER_PAGE
-    cache = filled_cache(LatentFormat.INDEXER_FP8.row(INDEX_SIZE), blocks, rounds, scales=True)
+    row = LatentFormat.INDEXER_FP8.row(INDEX_SIZE)
+    cache = filled_cache(row, blocks, device, rounds.seed, scales=True)
     table = torch.randperm(blocks, device=device, generator=generator).view(rows, -1).int()
     query = torch.randn(rows, case.num_heads, INDEX_SIZE, device=device, generator=generator)
     query = query.to(DType.FLOAT8_E4M3FN.torch)
@@ -441,7 +295,67 @@ def _logits(case: KernelCase, asked: list[Line], rounds: Rounds) -> Iterator[Lin
         wanted.append((weights[row].double()[:, None] * scores).sum(0)[None])
     places = some, torch.zeros_like(some[:1])
     run = KernelRun(call, logits[:, None], tolerance=TOLERANCE)
-    yield from _streamed(run, Expected(*places, torch.stack(wanted)), asked, rounds)
+    expected = Expected(*places, torch.stack(wanted))
+    error, calls = checked(run, expected), {"ours": run.call}
+    other = prepare_deep_gemm(query, weights, cache, table, lens)
+    if isinstance(other, KernelRun):
+        found = check_run(DEEP_GEMM, other, expected)
+        if isinstance(found, Contender):
+            other = Refusal(found.status, found.reason)
+        else:
+            calls[DEEP_GEMM] = other.call
+    if isinstance(other, Refusal):
+        asked = [line.replace(reason=f"{DEEP_GEMM}: {other.reason}") for line in asked]
+    yield from timed(asked, calls, rounds, error)
+    checked(run, expected)
+
+
+def prepare_deep_gemm(
+    query: torch.Tensor,
+    weights: torch.Tensor,
+    cache: torch.Tensor,
+    table: torch.Tensor,
+    lens: torch.Tensor,
+) -> KernelRun | Refusal:
+    """DeepGEMM's paged logits as vLLM's indexer calls them, with the schedule made before.
+
+    Args:
+        query: ``[R, H, 128]`` e4m3.
+        weights: ``[R, H]`` fp32.
+        cache: ``[N, 64, 132]`` bytes of the indexer's pages.
+        table: ``[R, pages]`` int32.
+        lens: ``[R]`` int32 lengths, all equal.
+    """
+    device = query.device
+    if device.type != "cuda":
+        return Refusal(Status.UNAVAILABLE, f"needs a CUDA device, not {device.type}")
+    latest, longest = Latest(), table.shape[1] * INDEXER_PAGE
+    try:
+        module = import_module(VLLM_DEEP_GEMM)
+        count = torch.cuda.get_device_properties(device).multi_processor_count
+        by_row = lens[:, None]
+        schedule = module.get_paged_mqa_logits_metadata(by_row, INDEXER_PAGE, count)
+        known = inspect.signature(module.fp8_fp4_paged_mqa_logits).parameters
+    except Exception as error:
+        return Refusal(Status.UNAVAILABLE, describe(error))
+
+    # An argument that newer versions of vLLM lack.
+    given = {"clean_logits": False} if "clean_logits" in known else {}
+
+    def call() -> None:
+        latest.output = module.fp8_fp4_paged_mqa_logits(
+            (query[:, None], None),
+            cache[:, :, None],
+            weights,
+            by_row,
+            table,
+            schedule,
+            max_model_len=longest,
+            **given,
+        )
+
+    output = torch.empty(len(query), 1, longest, device=device)
+    return KernelRun(call, output, collect=lambda: output.copy_(latest.output[:, None]))
 
 
 def _streamed(
