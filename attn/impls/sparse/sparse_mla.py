@@ -28,9 +28,9 @@ from builders.latent.prefill import LatentPrefill, PagedRows, check_head_pair
 from builders.sparse.arguments import TopkLists
 from builders.sparse.record import RowChunk, ShortPrefill, SparseMLAMetadata, SparseRows
 from specs.cache_write import Rotation
-from specs.dtypes import CacheDType, DType
+from specs.dtypes import CacheDType
 from specs.layouts import KVViews
-from specs.rows import RowFormat, latent_format_of
+from specs.rows import RowFormat
 from specs.sparse_mla import IndexKind, SparseKernel
 
 if TYPE_CHECKING:
@@ -260,12 +260,6 @@ class SparseMLAImpl(LatentImpl):
         rows = into.key.new_empty(len(slots), self.kv_lora_rank + self.qk_rope_head_dim)
         convert_rows(kv_cache, self._row(self.cache_dtype, dtype), slots, rows, plain, k_scale)
         self._expand(rows[:, : self.kv_lora_rank], rows[:, self.kv_lora_rank :], into)
-
-    def _row(self, cache_dtype: CacheDType, model_dtype: torch.dtype) -> RowFormat:
-        """The format of the cache's rows."""
-        model = DType.parse(model_dtype)
-        element = model if cache_dtype.is_quantized else cache_dtype.element(model)
-        return latent_format_of(cache_dtype).row(self.kv_lora_rank, self.qk_rope_head_dim, element)
 
     def _attend(
         self,
