@@ -27,5 +27,15 @@ class ViewedCache(Generic[Views]):
         self.address = kv_cache.data_ptr()
         self.kv_cache = weakref.ref(kv_cache, self._forget)
 
+    def of(self, kv_cache: torch.Tensor, model_dtype: torch.dtype) -> Views | None:
+        """The views, if they are of this cache and for this model dtype."""
+        if (
+            self.kv_cache() is kv_cache
+            and self.model_dtype is model_dtype
+            and self.address == kv_cache.data_ptr()
+        ):
+            return self.views
+        return None
+
     def _forget(self, _: object) -> None:
         self.views = self.made = None

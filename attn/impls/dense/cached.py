@@ -70,15 +70,9 @@ class CachedImpl(DenseImpl):
         The views of the latest cache are kept while it lives, since a layer has only one cache.
         """
         viewed = self._viewed
-        # One expression, without helpers: this runs in every layer of every step.
-        if (
-            viewed is not None
-            and viewed.kv_cache() is kv_cache
-            and viewed.model_dtype is model_dtype
-            and viewed.address == kv_cache.data_ptr()
-            and viewed.views is not None
-        ):
-            return viewed.views
+        known = None if viewed is None else viewed.of(kv_cache, model_dtype)
+        if known is not None:
+            return known
         views = self._split(kv_cache, model_dtype)
         self._viewed = ViewedCache(kv_cache, model_dtype, views)
         return views

@@ -270,17 +270,10 @@ class LatentImpl(MLAAttentionImpl):
 
         The views of the latest cache are kept while it lives, since a layer has only one cache.
         """
-        viewed = self._viewed
-        # One expression, without helpers: this runs in every layer of every step.
-        if (
-            viewed is not None
-            and viewed.kv_cache() is kv_cache
-            and viewed.model_dtype is model_dtype
-            and viewed.address == kv_cache.data_ptr()
-            and viewed.views is not None
-            and cache_dtype is self.cache_dtype
-        ):
-            return viewed.views
+        if self._viewed is not None and cache_dtype is self.cache_dtype:
+            known = self._viewed.of(kv_cache, model_dtype)
+            if known is not None:
+                return known
         latent, rope = latent_views(kv_cache, self._row(cache_dtype, model_dtype)).values()
         if cache_dtype is self.cache_dtype:
             latent, rope = latent.detach(), rope.detach()

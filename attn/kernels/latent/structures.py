@@ -12,7 +12,6 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from attn.kernels.dense.hopper_decode.parts import FIELDS
 from attn.kernels.dense.hopper_prefill.scheduler import wide
 from attn.kernels.lang.compat import aggregate
-from attn.kernels.lang.opaque import opaque_zero
 from attn.kernels.lang.structures import Descriptor, Value
 
 QUERY_UNIT = gl.constexpr(8)
@@ -58,13 +57,14 @@ class LatentQuery:
 
 
 @gluon.jit
-def clear_padding(num_rows, plan, out, HEADS: gl.constexpr):
+def clear_padding(num_rows, plan, out, zero, HEADS: gl.constexpr):
     """Write zeros, and -inf as LSE, to the rows of output from the last work item's on.
 
     Output has ``num_rows`` rows, int32, of HEADS heads with 512 columns each. A captured graph is
     replayed for steps with fewer tokens than it was captured for, and its other rows go through the
     projections that follow, so they must hold numbers. All programs share the rows; one warp of
-    each runs this.
+    each runs this. ``zero`` is 0; where the compiler does not know that, it computes a thread's
+    columns here and not early.
     """
     items = gl.load(plan.total_ptr)
     # Work items have the order of their tokens.
@@ -72,8 +72,7 @@ def clear_padding(num_rows, plan, out, HEADS: gl.constexpr):
     past = gl.load(last + 1) + gl.load(last + 2)
     first = gl.where(items > 0, past, 0) * HEADS
     LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
-    # Hidden from the compiler, which would compute a thread's columns early and keep them.
-    column = opaque_zero() + gl.arange(0, 512, layout=LAYOUT)
+    column = zero + gl.arange(0, 512, layout=LAYOUT)
     zeros = gl.zeros([512], out.out_ptr.dtype.element_ty, LAYOUT)
     for i in range(first + gl.program_id(0), num_rows * HEADS, gl.num_programs(0)):
         token = i // HEADS

@@ -100,7 +100,7 @@ def produce_narrow(num_rows, cache, ring, plan, mask, out, HEADS: gl.constexpr):
             turn += 1
         begin = 0
         fields = plan.rows_ptr + ((r + 1) // plan.HEAD_LOOPS) * FIELDS
-    clear_padding(num_rows, plan, out, HEADS)
+    clear_padding(num_rows, plan, out, 0, HEADS)
 
 
 @gluon.jit(

@@ -10,6 +10,7 @@ from attn.kernels.dense.hopper_decode.parts import FIELDS, share_at
 from attn.kernels.dense.hopper_decode.producer import pages_of
 from attn.kernels.dense.hopper_prefill.scheduler import wide
 from attn.kernels.lang.compat import async_load
+from attn.kernels.lang.opaque import opaque_zero
 from attn.kernels.latent.hopper_wide.parts import BLOCK, cut_at
 from attn.kernels.latent.structures import clear_padding
 
@@ -109,4 +110,4 @@ def produce_latents(num_rows, cache, ring, plan, out, HEADS: gl.constexpr):
             turn += 1
         begin = 0
         fields = plan.rows_ptr + ((r + 1) // plan.HEAD_LOOPS) * FIELDS
-    clear_padding(num_rows, plan, out, HEADS)
+    clear_padding(num_rows, plan, out, opaque_zero(), HEADS)
