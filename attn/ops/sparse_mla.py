@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
 import torch
 
 from attn.ops.dispatch import converts_float8, has_kernel
@@ -11,6 +14,10 @@ from builders.sparse.arguments import ListedRows
 from builders.sparse.launches import SparseLaunch, workspace_for
 from builders.sparse.tiles import SparseShape, SparseTile, sparse_tile
 from specs.rows import LatentFormat
+
+if TYPE_CHECKING:
+    from attn.kernels.sparse.launcher import SparseLauncher
+    from attn.kernels.sparse.layer import SparseTensors
 
 
 def tile_for(
@@ -86,34 +93,57 @@ def sparse_mla(
         if lse is not None:
             lse.copy_(found)
         return
-    from attn.kernels.sparse.launcher import sparse_calls
-    from attn.kernels.sparse.layer import SparseLayer, SparseTensors
-    from builders.launch.launcher import launch as enqueue
+    from attn.kernels.sparse.layer import SparseTensors
 
     kv_cache, layout, indices, topk_lens, k_scale = listed
     launch = launch or launch_with(tile_for(query, indices, layout), query, indices)
+    _, heads, rank = query.shape
+    launcher = sparse_launcher(heads, scale, layout, rank, rotary.shape[2], query.device)
+    given = query, rotary, kv_cache, indices, topk_lens, output, lse, k_scale, sinks
+    attend_listed(launcher, launch, SparseTensors(*given))
+
+
+def attend_listed(launcher: SparseLauncher, launch: SparseLaunch, tensors: SparseTensors) -> None:
+    """Enqueue the launches of :func:`sparse_mla` by a launcher that a layer keeps.
+
+    Args:
+        launcher: of the layer's constants.
+        launch: tiles and scratch.
+        tensors: the tensors of the rows, without scratch.
+
+    Raises:
+        ValueError: tensors that do not fit together.
+        NotImplementedError: sizes that no kernel takes.
+    """
     tile, workspace = launch.tile, launch.workspace
     if tile.hopper is not None:
         # Imported late: the module needs Gluon, which other GPUs can do without.
         from attn.kernels.sparse.hopper_launch import is_aligned
 
-        tile = tile if is_aligned(query, rotary, kv_cache) else launch.twin
-    heads, rank = query.shape[1:]
-    layer = SparseLayer(heads, scale, layout, rank, rotary.shape[-1])
-    tensors = SparseTensors(
-        query,
-        rotary,
-        kv_cache,
-        indices,
-        topk_lens,
-        output,
-        lse,
-        k_scale,
-        sinks,
-        workspace.states,
-        workspace.sums,
-        workspace.counters,
-    )
-    hardware = converts_float8(query.device)
-    for call in sparse_calls(layer, tile, tensors, hardware_e4m3=hardware):
-        enqueue(call)
+        if not is_aligned(tensors.query, tensors.rotary, tensors.kv_cache):
+            tile = launch.twin
+    tensors.states, tensors.sums = workspace.states, workspace.sums
+    tensors.counters = workspace.counters
+    most, count = launch.rows, tensors.indices.shape[0]
+    if count <= most:
+        launcher.attend(tile, tensors)
+        return
+    for first in range(0, count, most):
+        launcher.attend(tile, tensors.part(slice(first, first + most)))
+
+
+@lru_cache(maxsize=256)
+def sparse_launcher(
+    heads: int,
+    scale: float,
+    layout: LatentFormat,
+    rank: int,
+    rope_size: int,
+    device: torch.device,
+) -> SparseLauncher:
+    """The launcher of all layers with these constants."""
+    from attn.kernels.sparse.launcher import SparseLauncher
+    from attn.kernels.sparse.layer import SparseLayer
+
+    layer = SparseLayer(heads, scale, layout, rank, rope_size)
+    return SparseLauncher(layer, hardware_e4m3=converts_float8(device))

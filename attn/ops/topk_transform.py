@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from attn.ops.dispatch import has_kernel
@@ -9,6 +11,9 @@ from attn.reference import topk_transform as reference
 from builders.checks.debug import debug_enabled
 from builders.sparse.arguments import TopkLists
 from specs.sparse_mla import IndexKind
+
+if TYPE_CHECKING:
+    from builders.launch.launcher import Launch
 
 
 def transform_topk(
@@ -46,19 +51,47 @@ def transform_topk(
         ValueError: tensors do not fit together or do not fit the kind; in debug mode also a
             position that a row with keys does not see (lists of padding rows may be stale).
     """
+    launch = topk_launch(
+        *(lists, kind, out),
+        block_table=block_table,
+        block_size=block_size,
+        offsets=offsets,
+        slots=slots,
+        counts=counts,
+    )
+    if launch is not None:
+        launch.launch()
+    elif out.shape[0]:
+        reference.transform_topk(lists, kind, out, block_table, block_size, offsets, slots, counts)
+
+
+def topk_launch(
+    lists: TopkLists,
+    kind: IndexKind,
+    out: torch.Tensor,
+    *,
+    block_table: torch.Tensor | None = None,
+    block_size: int = 1,
+    offsets: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+) -> Launch | None:
+    """The launch of :func:`transform_topk`, checked and prepared; it can be made several times.
+
+    Arguments and errors are those of :func:`transform_topk`.
+
+    Returns:
+        None where there is no row, or where no kernel can take them.
+    """
     _check(lists, kind, out, block_table, offsets, slots, counts)
     if debug_enabled():
         check_positions(lists)
-    if len(out) == 0:
-        return
-    if has_kernel(out):
-        from attn.kernels.sparse.topk_transform import topk_transform_call
-        from builders.launch.launcher import launch
+    if out.shape[0] == 0 or not has_kernel(out):
+        return None
+    from attn.kernels.sparse.topk_transform import topk_transform_launch
 
-        given = block_table, block_size, offsets, slots, counts
-        launch(topk_transform_call(lists, kind.value, out, *given))
-        return
-    reference.transform_topk(lists, kind, out, block_table, block_size, offsets, slots, counts)
+    given = block_table, block_size, offsets, slots, counts
+    return topk_transform_launch(lists, kind.value, out, *given)
 
 
 def _check(
@@ -76,22 +109,20 @@ def _check(
             f"ids must be [T, topk] int32 with dense rows, got {list(ids.shape)} of {ids.dtype} in "
             f"strides {ids.stride()}"
         )
-    rows = len(ids)
-    if out.dim() != 2 or len(out) != rows or out.shape[1] < ids.shape[1]:
+    # A tensor's len takes longer than its shape.
+    rows, topk = ids.shape
+    if out.dim() != 2 or out.shape[0] != rows or out.shape[1] < topk:
         raise ValueError(
-            f"out must be [{rows}, width] with a width of at least {ids.shape[1]}, got "
-            f"{list(out.shape)}"
+            f"out must be [{rows}, width] with a width of at least {topk}, got {list(out.shape)}"
         )
-    written = {"out": out, "slots": slots, "counts": counts}
-    for name, tensor in {"visible_lens": visible_lens, "reqs": reqs, **written}.items():
-        if tensor is None:
-            continue
-        shape = [*out.shape] if name in ("out", "slots") else [rows]
-        if [*tensor.shape] != shape or tensor.dtype != torch.int32 or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} must be contiguous int32 {shape}, got {list(tensor.shape)} of "
-                f"{tensor.dtype} in strides {tensor.stride()}"
-            )
+    width = out.shape[1]
+    _check_written("out", out, (rows, width))
+    _check_written("visible_lens", visible_lens, (rows,))
+    _check_written("reqs", reqs, (rows,))
+    if slots is not None:
+        _check_written("slots", slots, (rows, width))
+    if counts is not None:
+        _check_written("counts", counts, (rows,))
     needs = {"offsets": offsets} if kind is IndexKind.RAGGED else {"block_table": block_table}
     if kind is IndexKind.GATHERED:
         needs["slots"] = slots
@@ -105,6 +136,14 @@ def _check(
             raise ValueError(
                 f"{name} must be int32 with dense rows for {kind.value} entries, got {given}"
             )
+
+
+def _check_written(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape or tensor.dtype != torch.int32 or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} must be contiguous int32 {list(shape)}, got {list(tensor.shape)} of "
+            f"{tensor.dtype} in strides {tensor.stride()}"
+        )
 
 
 def check_positions(lists: TopkLists) -> None:

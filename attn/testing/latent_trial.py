@@ -347,7 +347,9 @@ class LatentTrial(Trial):
         if decodes:
             absorbed = self._absorbed(inputs.query[:decodes])
             nope, rope = absorbed[..., : self.case.rank], absorbed[..., self.case.rank :]
-            query = absorbed if self.case.fused_projection else (nope.contiguous(), rope)
+            # An engine's absorbed part is a product for each head, seen token by token.
+            by_head = nope.transpose(0, 1).contiguous().transpose(0, 1)
+            query = absorbed if self.case.fused_projection else (by_head, rope)
             latent, lse = self.impl.forward_mqa(query, cache, record, self.layer)
             results["latent"] = latent
             if self.backend.capabilities.lse:

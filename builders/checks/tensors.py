@@ -418,8 +418,10 @@ def latent_query(
     heads = layer.num_heads if num_heads is None else num_heads
     if isinstance(q, tuple):
         query, rotary = q
-        is_right = query.shape[1:] == (heads, rank) and rotary.shape[1:] == (heads, rope)
-        if not is_right or query.dtype != rotary.dtype or len(query) != len(rotary):
+        # A tensor's len takes longer than its shape.
+        tokens = query.shape[0]
+        is_right = query.shape == (tokens, heads, rank) and rotary.shape == (tokens, heads, rope)
+        if not is_right or query.dtype != rotary.dtype:
             raise ValueError(
                 f"q must be a pair [T, {heads}, {rank}] and [T, {heads}, {rope}] of one type, got "
                 f"{list(query.shape)} of {query.dtype} and {list(rotary.shape)} of {rotary.dtype}"

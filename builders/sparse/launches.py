@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from typing import Final
 
@@ -45,6 +46,14 @@ class SparseLaunch:
     launches."""
     workspace: SparseWorkspace
     """Scratch of the launches."""
+
+    @cached_property
+    def transforms(self) -> dict[tuple[int, ...], Callable[[], None]]:
+        """Launches that make the lists of the step ready, by addresses of lists and block table.
+
+        The step's first layer prepares them for the layers after it.
+        """
+        return {}
 
 
 def workspace_for(

@@ -30,7 +30,8 @@ from attn.kernels.cache.merge import merge_call
 from attn.kernels.cache.write import rope_and_write_kv_call, write_kv_call
 from attn.kernels.dense.hopper_prefill import dequantised as dequantised_launch
 from attn.kernels.lang.stored import PTX, PTX_SM89
-from attn.kernels.latent.launcher import LatentLauncher, LatentLayer, LatentTensors
+from attn.kernels.latent.launcher import LatentLauncher
+from attn.kernels.latent.tensors import LatentLayer, LatentTensors
 from attn.kernels.sparse.launcher import sparse_calls
 from attn.kernels.sparse.layer import SparseLayer, SparseTensors
 from attn.ops.latent_convert import convert_blocks, convert_rows, write_latent_rows

@@ -303,3 +303,90 @@ def test_it_keeps_all_that_is_promised(
 def test_values_that_nobody_wrote_would_show(kind: str, launched: list[KernelCall]) -> None:
     assert findings(KINDS[kind])
     assert launched
+
+
+def poison_new_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill every float tensor that ``new_empty`` makes with NaN."""
+    made = torch.Tensor.new_empty
+
+    def poisoned(like: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
+        found = made(like, *given, **named)
+        return found.fill_(float("nan")) if found.is_floating_point() else found
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+
+
+def padding_of(heads: int, cache_dtype: CacheDType) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and LSE of the rows that no request of a decode owns."""
+    padding = {"num_padding_tokens": 3, "pads_num_actual_tokens": True}
+    spec = BatchSpec("l", (1, 1), (5, 70), **padding)
+    trial = LatentTrial(TritonMLABackend, LatentCase(spec, heads, DType.FLOAT16, cache_dtype), CPU)
+    trial.write()
+    record = trial.build(trial.builder())
+    results = trial.attend(record, trial.inputs, trial.cache())
+    assert not results["latent"][:2].isnan().any()
+    out, lse = results["latent"][2:], results["lse"][2:]
+    assert len(out) == len(lse) == 3
+    return out, lse
+
+
+PADDED = [(3, CacheDType.AUTO), (20, CacheDType.AUTO), (3, CacheDType.FP8_E4M3)]
+"""Heads and types of caches, for the narrow kernel, the wide one, and the narrow one over e4m3."""
+
+
+@pytest.mark.parametrize(("heads", "cache_dtype"), PADDED)
+def test_rows_that_no_request_owns_are_cleared_by_the_kernel(
+    heads: int,
+    cache_dtype: CacheDType,
+    launched: list[KernelCall],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    poison_new_tensors(monkeypatch)
+    out, lse = padding_of(heads, cache_dtype)
+    assert (out == 0).all()
+    assert (lse == float("-inf")).all()
+    assert launched
+
+
+@pytest.mark.parametrize("instead", [{"clear_padding": lambda *_: None}], indirect=False)
+@pytest.mark.parametrize(("heads", "cache_dtype"), PADDED)
+def test_rows_that_nobody_cleared_would_show(
+    heads: int,
+    cache_dtype: CacheDType,
+    launched: list[KernelCall],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    poison_new_tensors(monkeypatch)
+    out, lse = padding_of(heads, cache_dtype)
+    assert out.isnan().all()
+    assert lse.isnan().all()
+    assert launched
+
+
+def odd(part: torch.Tensor, extra: int) -> torch.Tensor:
+    """A copy of a query part in rows of ``extra`` more elements."""
+    wide = torch.full((*part.shape[:2], part.shape[2] + extra), float("nan"), dtype=part.dtype)
+    return wide[..., : part.shape[2]].copy_(part)
+
+
+@pytest.mark.parametrize("kind", ["pages_of_16", "few_rows", "e4m3"])
+@pytest.mark.parametrize("extra", [0, 8, 3])
+def test_query_parts_may_have_any_strides(
+    kind: str, extra: int, launched: list[KernelCall], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows at multiples of 16 bytes are read where they are, others are copied first."""
+    trial = LatentTrial(TritonMLABackend, KINDS[kind], CPU)
+    trial.write()
+    record = trial.build(trial.builder())
+    wanted = trial.attend(record, trial.inputs, trial.cache())
+    absorbed = trial._absorbed(trial.inputs.query)
+    parts = [odd(part, extra) for part in (absorbed[..., :512], absorbed[..., 512:])]
+    launched.clear()
+    found, lse = trial.impl.forward_mqa(tuple(parts), trial.cache(), record, trial.layer)
+    assert torch.equal(found, wanted["latent"])
+    assert lse is not None
+    assert torch.equal(lse, wanted["lse"])
+    (call,) = launched
+    given = [call.arguments[name] for name in ("query_ptr", "rotary_ptr")]
+    is_read = [one.data_ptr() == part.data_ptr() for one, part in zip(given, parts, strict=True)]
+    assert is_read == [extra % 8 == 0] * 2

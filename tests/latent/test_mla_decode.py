@@ -11,7 +11,7 @@ import torch
 
 import builders.latent.triton_mla
 from attn.backends.triton_mla import TritonMLABackend
-from attn.kernels.latent.launcher import FINISH_CELLS, whole_query
+from attn.kernels.latent.launcher import FINISH_CELLS
 from attn.reference import cache as reference
 from attn.testing.batches import BatchSpec
 from attn.testing.cases import LatentCase
@@ -197,17 +197,6 @@ def test_a_window_is_the_plain_kernels() -> None:
         latent_kernel_of(*given, LayerRequirements(is_local=True), DecodeKernel.HOPPER)
     tile, _ = latent_kernel_of(*given, LayerRequirements(), DecodeKernel.HOPPER)
     assert tile is not None
-
-
-def test_a_query_in_one_piece_is_not_copied() -> None:
-    query = torch.randn(3, 2, 48)
-    parts = query[..., :32], query[..., 32:]
-    assert whole_query(*parts).data_ptr() == query.data_ptr()
-    for found in (whole_query(*parts), whole_query(parts[0].clone(), parts[1])):
-        assert torch.equal(found, query)
-    wide = torch.randn(3, 2, 64)
-    cut = wide[:, :, 8:56]
-    assert torch.equal(whole_query(cut[..., :32], cut[..., 32:]), cut)
 
 
 def test_rows_that_are_planned_whole_serve_a_window(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
 
 from attn.impls.base import AttentionLayer
 from attn.impls.dense.base import DenseImpl
+from attn.impls.viewed import ViewedCache
 from attn.ops.cache import rope_and_write_kv, write_kv
 from builders.checks.debug import debug_enabled
 from builders.checks.tensors import check_given, scales_of
@@ -26,7 +26,7 @@ class CachedImpl(DenseImpl):
         self._is_cached = self.attn_type.is_cached
         # Reading the environment takes as long as handling a call's tensors, so it is read once.
         self._debugs = debug_enabled()
-        self._viewed: ViewedCache | None = None
+        self._viewed: ViewedCache[KVViews] | None = None
 
     def do_kv_cache_update(
         self,
@@ -70,15 +70,9 @@ class CachedImpl(DenseImpl):
         The views of the latest cache are kept while it lives, since a layer has only one cache.
         """
         viewed = self._viewed
-        # One expression, without helpers: this runs in every layer of every step.
-        if (
-            viewed is not None
-            and viewed.kv_cache() is kv_cache
-            and viewed.model_dtype is model_dtype
-            and viewed.address == kv_cache.data_ptr()
-            and viewed.views is not None
-        ):
-            return viewed.views
+        known = None if viewed is None else viewed.of(kv_cache, model_dtype)
+        if known is not None:
+            return known
         views = self._split(kv_cache, model_dtype)
         self._viewed = ViewedCache(kv_cache, model_dtype, views)
         return views
@@ -92,27 +86,6 @@ class CachedImpl(DenseImpl):
         if self._debugs:
             num_blocks, block_size = views.key.shape[:2]
             check_slots(slot_mapping, block_size, num_blocks)
-
-
-class ViewedCache:
-    """Views of K and V in a cache tensor, dropped when the engine drops the tensor."""
-
-    def __init__(self, kv_cache: torch.Tensor, model_dtype: torch.dtype, views: KVViews) -> None:
-        """
-        Args:
-            kv_cache: the engine's cache tensor.
-            model_dtype: the model dtype that the views were made for.
-            views: views of ``kv_cache``, detached from it.
-        """
-        self.views: KVViews | None = views
-        self.made: Any = None
-        """What a forward prepared from the views (``DenseTensors.rows``), kept with them."""
-        self.model_dtype = model_dtype
-        self.address = kv_cache.data_ptr()
-        self.kv_cache = weakref.ref(kv_cache, self._forget)
-
-    def _forget(self, _: object) -> None:
-        self.views = self.made = None
 
 
 def detached(views: KVViews) -> KVViews:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from attn.impls.base import MLAAttentionImpl, check_scale
+from attn.impls.viewed import ViewedCache
 from attn.ops.cache import rope_and_write_kv, write_kv
 from attn.ops.dispatch import converts_float8
 from attn.ops.gather import gather_paged
@@ -19,7 +20,7 @@ from builders.pages.paging import check_slots
 from specs.cache_write import CacheTarget, Rotation
 from specs.dtypes import CacheDType, DType
 from specs.layouts import KVViews, latent_views
-from specs.rows import latent_element, latent_format_of
+from specs.rows import RowFormat, latent_format_of
 
 if TYPE_CHECKING:
     from attn.kernels.dense.launcher import DenseLauncher
@@ -48,6 +49,10 @@ class LatentImpl(MLAAttentionImpl):
         latent_format_of(self.cache_dtype)
         if self.always_expands:
             check_head_pair(self.qk_head_dim, self.v_head_dim)
+        # Reading the environment takes as long as handling a call's tensors, so it is read once.
+        self._debugs = debug_enabled()
+        self._rows: dict[tuple[CacheDType, torch.dtype], RowFormat] = {}
+        self._viewed: ViewedCache[tuple[torch.Tensor, torch.Tensor]] | None = None
         self._expanded: DenseLauncher | None = None
         self.all_gather: Callable[[torch.Tensor], torch.Tensor] | None = None
         """Under DCP, puts the tensors of all ranks one behind another in their first dimension, in
@@ -117,7 +122,7 @@ class LatentImpl(MLAAttentionImpl):
         The rotary part takes the place of K, which that write rotates under RoPE. The latent part
         takes the place of V.
         """
-        if debug_enabled():
+        if self._debugs:
             num_blocks, block_size = kv_cache.shape[:2]
             check_slots(slot_mapping, block_size, num_blocks)
         latent, rope = self._fields(kv_cache, cache_dtype, model_dtype)
@@ -261,18 +266,37 @@ class LatentImpl(MLAAttentionImpl):
     def _fields(
         self, kv_cache: torch.Tensor, cache_dtype: CacheDType, model_dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of the cache's latent ``[N, P, L]`` and rotary ``[N, P, r]`` parts, as stored."""
-        model = DType.parse(model_dtype)
-        element = model if cache_dtype.is_quantized else cache_dtype.element(model)
-        row = latent_format_of(cache_dtype).row(self.kv_lora_rank, self.qk_rope_head_dim, element)
-        latent, rope = latent_views(kv_cache, row).values()
+        """Views of the cache's latent ``[N, P, L]`` and rotary ``[N, P, r]`` parts, as stored.
+
+        The views of the latest cache are kept while it lives, since a layer has only one cache.
+        """
+        if self._viewed is not None and cache_dtype is self.cache_dtype:
+            known = self._viewed.of(kv_cache, model_dtype)
+            if known is not None:
+                return known
+        latent, rope = latent_views(kv_cache, self._row(cache_dtype, model_dtype)).values()
+        if cache_dtype is self.cache_dtype:
+            latent, rope = latent.detach(), rope.detach()
+            self._viewed = ViewedCache(kv_cache, model_dtype, (latent, rope))
         return latent, rope
+
+    def _row(self, cache_dtype: CacheDType, model_dtype: torch.dtype) -> RowFormat:
+        """The format of the cache's rows, made once for each pair of types."""
+        found = self._rows.get((cache_dtype, model_dtype))
+        if found is None:
+            model = DType.parse(model_dtype)
+            element = model if cache_dtype.is_quantized else cache_dtype.element(model)
+            sizes = self.kv_lora_rank, self.qk_rope_head_dim
+            found = latent_format_of(cache_dtype).row(*sizes, element)
+            self._rows[cache_dtype, model_dtype] = found
+        return found
 
     def _check_cache(
         self, step: AttentionMetadata, kv_cache: torch.Tensor, model_dtype: torch.dtype
     ) -> None:
         """Check that the cache is of the kind that the step was built for."""
-        stored = latent_element(self.cache_dtype, DType.parse(model_dtype))
+        # The first field of a row, the latent, has the type of the row's stored elements.
+        stored = self._row(self.cache_dtype, model_dtype).fields[0].dtype
         step.check_cache(kv_cache.shape[1], stored.torch)
 
     def _attender(self) -> DenseLauncher:

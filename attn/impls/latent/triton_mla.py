@@ -9,13 +9,18 @@ import torch
 from attn.impls.base import AttentionLayer, check_scale
 from attn.impls.latent.base import LatentImpl
 from attn.impls.warm import run_compiled
-from builders.checks.debug import debug_enabled, debug_read, debug_slots
+from attn.kernels.latent.tensors import LatentTensors
+from builders.checks.debug import debug_read, debug_slots
 from builders.checks.tensors import check_count, k_scale_of, latent_query
 from builders.latent.triton_mla import check_latent_dtypes, check_latent_widths
 
 if TYPE_CHECKING:
     from attn.kernels.latent.launcher import LatentLauncher
-    from builders.latent.triton_mla import TritonMLAMetadata, TritonMLAMetadataBuilder
+    from builders.latent.triton_mla import (
+        LatentGroup,
+        TritonMLAMetadata,
+        TritonMLAMetadataBuilder,
+    )
 
 
 class TritonMLAImpl(LatentImpl):
@@ -38,6 +43,8 @@ class TritonMLAImpl(LatentImpl):
         check_latent_dtypes(None, self.cache_dtype)
         check_latent_widths(self.kv_lora_rank, self.qk_rope_head_dim)
         self._latent: LatentLauncher | None = None
+        self._checked: LatentGroup | None = None
+        """The group that the latest step was planned for, which fits this layer."""
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """See the base class.
@@ -60,33 +67,41 @@ class TritonMLAImpl(LatentImpl):
         Under DCP the queries have the heads of all ranks, and the result is attention over the keys
         of this rank: zero with an LSE of ``-inf`` for tokens of which the rank keeps no key.
         """
-        heads = self.num_heads * attn_metadata.group.ranks
+        group = attn_metadata.group
+        heads = self.num_heads * group.ranks
         query, rotary = latent_query(self, q, heads)
         step, ranked = attn_metadata.decode, attn_metadata.ranked
         if ranked is not None:
             step = ranked.step
-        out = query.new_empty((*query.shape[:2], self.kv_lora_rank))
-        lse = query.new_empty(query.shape[:2], dtype=torch.float32)
-        if step is None or _has_padding(query, attn_metadata.num_covered_tokens):
-            # Padding rows go through the projection that follows, so they must hold numbers.
+        tokens, dtype = query.shape[0], query.dtype
+        out = query.new_empty((tokens, heads, self.kv_lora_rank))
+        lse = query.new_empty((tokens, heads), dtype=torch.float32)
+        if step is None:
+            # Padding rows go through the projection that follows, so they must hold numbers. Where
+            # there are decodes, launches of theirs clear these rows.
             out.zero_()
             lse.fill_(float("-inf"))
-        if step is None:
             return out, lse
-        self._check_step(attn_metadata)
-        self._check_cache(attn_metadata, kv_c_and_k_pe_cache, query.dtype)
+        if group is not self._checked:
+            self._check_step(attn_metadata)
+            self._checked = group
+        if tokens < attn_metadata.num_covered_tokens:
+            check_count("q", query, attn_metadata.num_covered_tokens)
         k_scale = k_scale_of(layer)
         check_scale(k_scale, self.cache_dtype)
-        if debug_enabled():
+        if self._debugs:
             debug_slots(attn_metadata.slot_mapping, attn_metadata.num_actual_tokens)
             num_blocks, block_size = kv_c_and_k_pe_cache.shape[:2]
             debug_read(step.block_table, step.seq_lens.cpu(), num_blocks, block_size)
-        from attn.kernels.latent.launcher import LatentTensors
-
-        fields = self._fields(kv_c_and_k_pe_cache, self.cache_dtype, query.dtype)
-        check_count("q", query, attn_metadata.num_covered_tokens)
-        tensors = LatentTensors(query, rotary, *fields, out, lse, k_scale)
+        latent, rope = self._fields(kv_c_and_k_pe_cache, self.cache_dtype, dtype)
+        attn_metadata.check_cache(latent.shape[1], latent.dtype)
+        viewed = self._viewed
+        assert viewed is not None
+        # Positional arguments cost less than keywords.
+        rows = (query, rotary, latent, rope, out, lse, k_scale)
+        tensors = LatentTensors(*rows, attn_metadata.num_covered_tokens, viewed.made)
         self._decoder(heads).attend(step, tensors)
+        viewed.made = tensors.rows
         return out, lse
 
     def forward_mha(
@@ -190,7 +205,8 @@ class TritonMLAImpl(LatentImpl):
 
     def _decoder(self, heads: int) -> LatentLauncher:
         if self._latent is None or self._latent.layer.num_heads != heads:
-            from attn.kernels.latent.launcher import LatentLauncher, LatentLayer
+            from attn.kernels.latent.launcher import LatentLauncher
+            from attn.kernels.latent.tensors import LatentLayer
 
             self._latent = LatentLauncher(
                 LatentLayer(
@@ -203,13 +219,3 @@ class TritonMLAImpl(LatentImpl):
                 )
             )
         return self._latent
-
-
-def _has_padding(query: torch.Tensor, covered: int) -> bool:
-    """Whether there may be rows that no request owns.
-
-    A captured graph is replayed for other steps, so it must expect such rows in any case.
-    """
-    if query.shape[0] > covered:
-        return True
-    return query.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -11,7 +11,7 @@ from builders.sparse.vendor_calls import PlannedCalls
 from specs.rows import RowFormat
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class SparseCall:
     """One call of a kernel: query rows, and the cache rows that they list."""
 

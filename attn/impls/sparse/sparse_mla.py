@@ -19,22 +19,27 @@ from attn.impls.sparse.vendor_calls import (
     attend_by_triton,
     attend_by_trtllm,
 )
+from attn.impls.viewed import ViewedCache
 from attn.impls.warm import run_compiled
+from attn.kernels.sparse.layer import SparseTensors, field_pointers
 from attn.ops.joint_lists import can_join, join_lists
 from attn.ops.latent_convert import convert_rows, rope_and_write_latent_rows, write_latent_rows
-from attn.ops.topk_transform import transform_topk
-from builders.checks.debug import debug_enabled, debug_read, debug_slots
+from attn.ops.sparse_mla import attend_listed, sparse_launcher
+from attn.ops.topk_transform import topk_launch, transform_topk
+from builders.checks.debug import debug_read, debug_slots
 from builders.checks.tensors import check_count, check_latent_rows, k_scale_of, latent_query
 from builders.latent.prefill import LatentPrefill, PagedRows, check_head_pair
 from builders.sparse.arguments import TopkLists
+from builders.sparse.joint import JointRows
 from builders.sparse.record import RowChunk, ShortPrefill, SparseMLAMetadata, SparseRows
 from specs.cache_write import Rotation
-from specs.dtypes import CacheDType, DType
+from specs.dtypes import CacheDType
 from specs.layouts import KVViews
-from specs.rows import RowFormat, latent_format_of
+from specs.rows import LatentFormat, RowFormat
 from specs.sparse_mla import IndexKind, SparseKernel
 
 if TYPE_CHECKING:
+    from attn.kernels.sparse.launcher import SparseLauncher
     from builders.sparse.sparse_mla import SparseMLAMetadataBuilder
 
 
@@ -71,6 +76,8 @@ class SparseMLAImpl(LatentImpl):
         super().__init__(*args, **kwargs)
         if getattr(self.indexer, "topk_indices_buffer", None) is None:
             raise ValueError("indexer must have a topk_indices_buffer [max_tokens, K], got none")
+        self._own: SparseLauncher | None = None
+        self._fields_kept: ViewedCache[dict[str, torch.Tensor | None]] | None = None
 
     def do_kv_cache_update(
         self,
@@ -137,25 +144,30 @@ class SparseMLAImpl(LatentImpl):
         Under DCP the queries have the heads of all ranks, and the result is attention over the
         listed keys that this rank keeps: zero with an LSE of ``-inf`` where it keeps none.
         """
-        query, rotary = latent_query(self, q, self.num_heads * attn_metadata.ranks)
+        heads = self.num_heads * attn_metadata.ranks
+        query, rotary = latent_query(self, q, heads)
+        tokens = query.shape[0]
         check_scale(k_scale_of(layer), self.cache_dtype)
         check_count("q", query, attn_metadata.num_decode_tokens)
         self._check_cache(attn_metadata, kv_c_and_k_pe_cache, query.dtype)
-        debug_slots(attn_metadata.slot_mapping, attn_metadata.num_actual_tokens)
-        out = query.new_empty((*query.shape[:2], self.kv_lora_rank))
-        lse = query.new_empty(query.shape[:2], dtype=torch.float32)
+        if self._debugs:
+            debug_slots(attn_metadata.slot_mapping, attn_metadata.num_actual_tokens)
+        out = query.new_empty((tokens, heads, self.kv_lora_rank))
+        lse = query.new_empty((tokens, heads), dtype=torch.float32)
         covered = 0
         for rows in (attn_metadata.decode, attn_metadata.prefill_rows):
             if rows is not None:
-                if debug_enabled():
+                if self._debugs:
                     num_blocks, block_size = kv_c_and_k_pe_cache.shape[:2]
                     debug_read(rows.block_table, rows.cached_lens.cpu(), num_blocks, block_size)
                 tensors = (query, rotary, out, lse)
                 self._attend(rows, kv_c_and_k_pe_cache, tensors, layer)
                 covered = rows.first_token + rows.num_rows
-        # Rows past the step's go through the projection that follows, so they must hold numbers.
-        out[covered:] = 0
-        lse[covered:] = float("-inf")
+        if covered < tokens:
+            # Rows past the step's go through the projection that follows, so they must hold
+            # numbers. Kernels clear the padding that the step counts: its lists are empty.
+            out[covered:] = 0
+            lse[covered:] = float("-inf")
         return out, lse
 
     def forward_mha(
@@ -179,7 +191,8 @@ class SparseMLAImpl(LatentImpl):
             raise ValueError("all rows of this step attend lists, in forward_mqa")
         check_head_pair(self.qk_head_dim, self.v_head_dim)
         self._check_cache(attn_metadata, kv_c_and_k_pe_cache, q.dtype)
-        debug_slots(attn_metadata.slot_mapping, attn_metadata.num_actual_tokens)
+        if self._debugs:
+            debug_slots(attn_metadata.slot_mapping, attn_metadata.num_actual_tokens)
         cache = kv_c_and_k_pe_cache
         self.attend_prefill(q, kv_c_normed, k_pe, cache, prefill, k_scale, output, output_scale)
 
@@ -262,12 +275,6 @@ class SparseMLAImpl(LatentImpl):
         convert_rows(kv_cache, self._row(self.cache_dtype, dtype), slots, rows, plain, k_scale)
         self._expand(rows[:, : self.kv_lora_rank], rows[:, self.kv_lora_rank :], into)
 
-    def _row(self, cache_dtype: CacheDType, model_dtype: torch.dtype) -> RowFormat:
-        """The format of the cache's rows."""
-        model = DType.parse(model_dtype)
-        element = model if cache_dtype.is_quantized else cache_dtype.element(model)
-        return latent_format_of(cache_dtype).row(self.kv_lora_rank, self.qk_rope_head_dim, element)
-
     def _attend(
         self,
         rows: SparseRows,
@@ -288,6 +295,16 @@ class SparseMLAImpl(LatentImpl):
                 f"topk_indices_buffer must have index_topk ({rows.plan.topk}) columns, got "
                 f"{self.indexer.topk_indices_buffer.shape[1]}"
             )
+        if kernel is SparseKernel.TRITON_SPARSE and rows.converted is None:
+            if rows.joint is not None and self._attend_jointly(
+                rows, rows.joint, kv_cache, tensors, layer._k_scale
+            ):
+                return
+            transform = self._transform(rows)
+            if transform is not None:
+                transform()
+                self._attend_own(rows, kv_cache, tensors, layer._k_scale)
+                return
         k_scale, stored = layer._k_scale, self._row(self.cache_dtype, tensors[0].dtype)
         run = partial(self._call, rows, tensors, layer, attend)
         if rows.converted is None or rows.converted_row is None:
@@ -297,6 +314,103 @@ class SparseMLAImpl(LatentImpl):
             part = slice(chunk.first_row, chunk.first_row + chunk.num_rows)
             convert = partial(self._convert, rows, chunk, kv_cache, stored, k_scale)
             run(part, rows.converted[None], rows.converted_row, (chunk, convert))
+
+    def _attend_own(
+        self,
+        rows: SparseRows,
+        kv_cache: torch.Tensor,
+        tensors: tuple[torch.Tensor, ...],
+        k_scale: torch.Tensor,
+    ) -> None:
+        """Compute rows whose lists are ready by the library's own kernel, over the cache as it is.
+
+        This runs in every layer of every step, so nothing is sliced that has the right size, and
+        what the step's layers share is prepared once.
+        """
+        count, launch = rows.num_rows, rows.launch
+        assert launch is not None
+        query, rotary, out, lse = tensors
+        if query.shape[0] != count:
+            tokens = slice(rows.first_token, rows.first_token + count)
+            query, rotary, out, lse = (tensor[tokens] for tensor in tensors)
+        given = query, rotary, kv_cache, rows.indices, rows.counts, out, lse, k_scale
+        listed = SparseTensors(*given)
+        if launch.tile.hopper is None:
+            listed.fields = self._pointers(kv_cache, query.dtype)
+        attend_listed(self._launcher(query, rotary), launch, listed)
+
+    def _attend_jointly(
+        self,
+        rows: SparseRows,
+        joint: JointRows,
+        kv_cache: torch.Tensor,
+        tensors: tuple[torch.Tensor, ...],
+        k_scale: torch.Tensor,
+    ) -> bool:
+        """Compute the rows of prompts in groups of neighbouring tokens, over joint lists.
+
+        Returns:
+            False where the tensors do not allow it; nothing is computed then.
+        """
+        tokens = slice(rows.first_token, rows.first_token + rows.num_rows)
+        query, rotary, out, lse = (tensor[tokens] for tensor in tensors)
+        if not can_join(joint.lists, query, rotary, kv_cache):
+            return False
+        ids, lengths = self.indexer.topk_indices_buffer[tokens], rows.lengths
+        lists = TopkLists(ids, lengths.visible_lens, lengths.reqs)
+        join_lists(lists, rows.block_table, rows.block_size, joint.lists)
+        entries, counts = joint.lists.entries, joint.lists.counts
+        given = query, rotary, kv_cache, entries, counts, out, lse, k_scale
+        attend_listed(self._launcher(query, rotary), joint.launch, SparseTensors(*given))
+        return True
+
+    def _launcher(self, query: torch.Tensor, rotary: torch.Tensor) -> SparseLauncher:
+        """The launcher of the library's own kernel, which the layer keeps."""
+        if self._own is None:
+            layout = LatentFormat(self._row(self.cache_dtype, query.dtype).name)
+            sizes = query.shape[1], self.scale, layout, *query.shape[2:], *rotary.shape[2:]
+            self._own = sparse_launcher(*sizes, query.device)
+        return self._own
+
+    def _pointers(
+        self, kv_cache: torch.Tensor, model_dtype: torch.dtype
+    ) -> dict[str, torch.Tensor | None]:
+        """The fields of the cache's rows, kept while the cache lives; a layer has only one."""
+        kept = self._fields_kept
+        known = None if kept is None else kept.of(kv_cache, model_dtype)
+        if known is not None:
+            return known
+        found = field_pointers(kv_cache, self._row(self.cache_dtype, model_dtype))
+        found = {name: None if one is None else one.detach() for name, one in found.items()}
+        self._fields_kept = ViewedCache(kv_cache, model_dtype, found)
+        return found
+
+    def _transform(self, rows: SparseRows) -> Callable[[], None] | None:
+        """Launches the kernel that turns the indexer's lists into entries; None without a kernel.
+
+        All layers of a step have the same launch, unless their lists are in different buffers.
+        """
+        buffer, launch = self.indexer.topk_indices_buffer, rows.launch
+        assert launch is not None
+        place = buffer.data_ptr(), rows.block_table.data_ptr()
+        found = launch.transforms.get(place)
+        if found is not None and not self._debugs:
+            return found
+        lengths = rows.lengths
+        ids = buffer[rows.first_token : rows.first_token + rows.num_rows]
+        made = topk_launch(
+            TopkLists(ids, lengths.visible_lens, lengths.reqs, rows.stripe),
+            rows.plan.index_kind,
+            rows.indices,
+            block_table=rows.block_table,
+            block_size=rows.block_size,
+            offsets=rows.offsets,
+            counts=rows.counts,
+        )
+        if made is None:
+            return None
+        launch.transforms[place] = made.launch
+        return made.launch
 
     def _convert(
         self,
@@ -329,29 +443,23 @@ class SparseMLAImpl(LatentImpl):
         tokens = slice(first + part.start, first + part.stop)
         indices = rows.indices[part]
         lens = None if rows.counts is None else rows.counts[part]
-        slots = None
+        visible_lens, reqs = rows.lengths.visible_lens[part], rows.lengths.reqs[part]
+        ids, slots = self.indexer.topk_indices_buffer[tokens], None
         if conversion is not None and rows.plan.index_kind is IndexKind.GATHERED:
             slots = conversion[0].slots.view_as(indices)
-        ids, lengths = self.indexer.topk_indices_buffer[tokens], rows.lengths
-        lists = TopkLists(ids, lengths.visible_lens[part], lengths.reqs[part], rows.stripe)
-        query, rotary, out, lse = (tensor[tokens] for tensor in tensors)
-        joint, launch = rows.joint, rows.launch
-        if joint is not None and can_join(joint.lists, query, rotary, source):
-            join_lists(lists, rows.block_table, rows.block_size, joint.lists)
-            indices, lens, launch = joint.lists.entries, joint.lists.counts, joint.launch
-        else:
-            transform_topk(
-                lists,
-                rows.plan.index_kind,
-                indices,
-                block_table=rows.block_table,
-                block_size=rows.block_size,
-                offsets=rows.offsets,
-                slots=slots,
-                counts=lens,
-            )
+        transform_topk(
+            TopkLists(ids, visible_lens, reqs, rows.stripe),
+            rows.plan.index_kind,
+            indices,
+            block_table=rows.block_table,
+            block_size=rows.block_size,
+            offsets=rows.offsets,
+            slots=slots,
+            counts=lens,
+        )
         if conversion is not None:
             conversion[1]()
+        query, rotary, out, lse = (tensor[tokens] for tensor in tensors)
         given = (query, rotary, source, row, indices, lens, self.scale, layer._k_scale, out, lse)
         q_scale = getattr(layer, "_q_scale", None)
-        attend(SparseCall(*given, planned=rows.planned, q_scale=q_scale, launch=launch))
+        attend(SparseCall(*given, planned=rows.planned, q_scale=q_scale, launch=rows.launch))

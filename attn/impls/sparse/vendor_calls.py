@@ -39,15 +39,10 @@ def attend_by_triton(call: SparseCall) -> None:
     launch = call.launch
     if launch is None:
         raise ValueError("launch of the library's own kernel must be the builder's, got None")
-    for first in range(0, len(call.query), launch.rows):
-        part = slice(first, first + launch.rows)
-        lens = None if call.lens is None else call.lens[part]
-        layout = LatentFormat(call.row.name)
-        listed = ListedRows(call.rows, layout, call.indices[part], lens, call.k_scale)
-        query, rotary, out, lse = (
-            rows[part] for rows in (call.query, call.rotary, call.out, call.lse)
-        )
-        sparse_mla(query, rotary, listed, call.scale, out, lse, launch=launch)
+    layout = LatentFormat(call.row.name)
+    listed = ListedRows(call.rows, layout, call.indices, call.lens, call.k_scale)
+    given = call.query, call.rotary, listed, call.scale, call.out, call.lse
+    sparse_mla(*given, launch=launch)
 
 
 def attend_by_flashmla_sparse(call: SparseCall) -> None:

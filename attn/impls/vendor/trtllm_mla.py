@@ -257,7 +257,7 @@ class TrtllmMlaImpl(LatentImpl):
         layer: AttentionLayer,
         state: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
-        from attn.kernels.latent.launcher import LatentTensors
+        from attn.kernels.latent.tensors import LatentTensors
 
         is_fp8 = query[0].dtype == torch.float8_e4m3fn
         if step.padded is not None or is_fp8:
@@ -428,7 +428,8 @@ class TrtllmMlaImpl(LatentImpl):
 
     def _decoder(self) -> LatentLauncher:
         if self._latent is None:
-            from attn.kernels.latent.launcher import LatentLauncher, LatentLayer
+            from attn.kernels.latent.launcher import LatentLauncher
+            from attn.kernels.latent.tensors import LatentLayer
 
             self._latent = LatentLauncher(
                 LatentLayer(

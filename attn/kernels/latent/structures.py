@@ -9,8 +9,78 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from attn.kernels.dense.hopper_decode.parts import FIELDS
+from attn.kernels.dense.hopper_prefill.scheduler import wide
 from attn.kernels.lang.compat import aggregate
 from attn.kernels.lang.structures import Descriptor, Value
+
+QUERY_UNIT = gl.constexpr(8)
+"""16-bit elements of 16 bytes, the unit in which the strides of queries are counted."""
+
+
+@aggregate
+class LatentQuery:
+    """The step's absorbed queries in two parts, which may be parts of two tensors.
+
+    Strides are counted in units of 16 bytes, so that the compiler knows that a thread may load 16
+    bytes at a time. They are no constexprs: an engine's absorbed part lies head by head, so that
+    its stride of heads depends on the number of tokens in the batch.
+    """
+
+    query_ptr: gl.tensor
+    """``[T, H, 512]`` of 16-bit elements, the parts that are multiplied with latents."""
+    rotary_ptr: gl.tensor
+    """``[T, H, 64]`` of 16-bit elements, the rotary parts."""
+    query_token: Value
+    """int32, units from a token's absorbed part to the next one's."""
+    query_head: Value
+    """int32, units from a head's absorbed part to the next one's."""
+    rotary_token: Value
+    """int32, units from a token's rotary part to the next one's."""
+    rotary_head: Value
+    """int32, units from a head's rotary part to the next one's."""
+    factor: gl.tensor
+    """fp32 factor of the products: the layer's scale times log2(e)."""
+
+    @gluon.jit
+    def absorbed_at(self, token, head):
+        """Pointers to the absorbed parts of tokens and heads, int32 of one shape."""
+        at = token.to(gl.int64) * wide(self.query_token) + head.to(gl.int64) * wide(self.query_head)
+        return self.query_ptr + at * QUERY_UNIT
+
+    @gluon.jit
+    def rotary_at(self, token, head):
+        """Pointers to the rotary parts of tokens and heads, int32 of one shape."""
+        at = token.to(gl.int64) * wide(self.rotary_token)
+        at += head.to(gl.int64) * wide(self.rotary_head)
+        return self.rotary_ptr + at * QUERY_UNIT
+
+
+@gluon.jit
+def clear_padding(num_rows, plan, out, zero, HEADS: gl.constexpr):
+    """Write zeros, and -inf as LSE, to the rows of output from the last work item's on.
+
+    Output has ``num_rows`` rows, int32, of HEADS heads with 512 columns each. A captured graph is
+    replayed for steps with fewer tokens than it was captured for, and its other rows go through the
+    projections that follow, so they must hold numbers. All programs share the rows; one warp of
+    each runs this. ``zero`` is 0; where the compiler does not know that, it computes a thread's
+    columns here and not early.
+    """
+    items = gl.load(plan.total_ptr)
+    # Work items have the order of their tokens.
+    last = plan.rows_ptr + gl.maximum(items - 1, 0) * FIELDS
+    past = gl.load(last + 1) + gl.load(last + 2)
+    first = gl.where(items > 0, past, 0) * HEADS
+    LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
+    column = zero + gl.arange(0, 512, layout=LAYOUT)
+    zeros = gl.zeros([512], out.out_ptr.dtype.element_ty, LAYOUT)
+    for i in range(first + gl.program_id(0), num_rows * HEADS, gl.num_programs(0)):
+        token = i // HEADS
+        head = i % HEADS
+        at = token.to(gl.int64) * out.out_token + head * out.out_head
+        gl.store(out.out_ptr + at + column, zeros)
+        if out.LSE:
+            gl.store(out.lse_ptr + token.to(gl.int64) * out.lse_token + head, float("-inf"))
 
 
 @aggregate

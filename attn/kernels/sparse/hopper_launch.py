@@ -11,14 +11,19 @@ from attn.kernels.lang.memory import alignment
 from attn.kernels.sparse.hopper_narrow.consumer import NATIVE, RAW, SCALED
 from attn.kernels.sparse.hopper_narrow.kernel import hopper_narrow_sparse_kernel
 from attn.kernels.sparse.hopper_wide.kernel import hopper_sparse_kernel
-from attn.kernels.sparse.layer import SparseLayer, SparseTensors
-from builders.launch.call import KernelCall
+from attn.kernels.sparse.layer import (
+    LaunchForm,
+    SparseLayer,
+    SparseTensors,
+    row_of,
+    stored_as,
+)
+from builders.launch.call import LaunchOptions
 from builders.sparse.hopper_tiles import hopper_misfit
 from builders.sparse.tiles import HopperSparseTile, NarrowSparseTile, SparseShape, SparseTile
 from specs.devices import DeviceKind
 from specs.dtypes import DType
-from specs.layouts import latent_views
-from specs.rows import LatentFormat, RowFormat
+from specs.rows import LatentFormat
 
 _KINDS = {
     LatentFormat.BF16: NATIVE.value,
@@ -31,12 +36,19 @@ ALIGNMENT = 16
 
 def is_aligned(*tensors: torch.Tensor) -> bool:
     """Rows start at multiples of the bytes that a thread of the Hopper kernels copies at a time."""
-    return all(alignment(tensor) >= ALIGNMENT for tensor in tensors)
+    places = 0
+    for tensor in tensors:
+        size = tensor.element_size()
+        places |= tensor.data_ptr()
+        for stride in tensor.stride()[:-1]:
+            places |= stride * size
+    # The strides of dimensions with one entry do not count, but mostly fit too.
+    return places % ALIGNMENT == 0 or all(alignment(tensor) >= ALIGNMENT for tensor in tensors)
 
 
-def hopper_sparse_call(
-    layer: SparseLayer, tile: SparseTile, tensors: SparseTensors, addresses: Mapping[str, Any]
-) -> KernelCall:
+def hopper_sparse_form(
+    layer: SparseLayer, tile: SparseTile, tensors: SparseTensors, places: Mapping[str, Any]
+) -> LaunchForm:
     """The launch of the Hopper kernel, which replaces the portable kernel's.
 
     It gives the same results, and the same states for the kernel that folds them.
@@ -45,7 +57,7 @@ def hopper_sparse_call(
         layer: the constants of the layer.
         tile: how heads and lists are cut; ``tile.hopper`` selects the wide or the narrow kernel.
         tensors: the tensors of the launch, which were checked to fit together.
-        addresses: pointers and distances of the cache's rows, as the portable kernel takes them.
+        places: distances of the cache's rows, as the portable kernel takes them.
 
     Raises:
         ValueError: the Hopper kernel does not serve the layer or the tensors.
@@ -53,41 +65,30 @@ def hopper_sparse_call(
     asked = tile.hopper
     assert asked is not None
     _check(layer, tensors)
-    shared = _shared(layer, tile, tensors, addresses)
+    constants = _constants(layer, tile, tensors, places)
+    parts = tile.segments(tensors.indices.shape[1])
+    # Pieces of work of a list: one for each tile of heads and part of the list.
+    pieces = tile.head_tiles(layer.num_heads) * parts
     if isinstance(asked, NarrowSparseTile):
-        return _narrow_call(layer, tile, asked, tensors, shared)
-    return _wide_call(layer, tile, asked, tensors, addresses, shared)
+        return _narrow_form(layer, tile, asked, constants, pieces, parts)
+    return _wide_form(layer, tile, asked, tensors, constants, pieces)
 
 
-def _shared(
-    layer: SparseLayer, tile: SparseTile, tensors: SparseTensors, addresses: Mapping[str, Any]
+def _constants(
+    layer: SparseLayer, tile: SparseTile, tensors: SparseTensors, places: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Arguments of both Hopper kernels; a pointer that a flag says is unused may be any tensor."""
-    query, rotary, output = tensors.query, tensors.rotary, tensors.output
-    topk = tensors.indices.shape[1]
-    parts = tile.segments(topk)
+    """Constants of both Hopper kernels."""
+    output, topk = tensors.output, tensors.indices.shape[1]
     return {
-        "query_ptr": query,
-        "rotary_ptr": rotary,
-        "sinks_ptr": output if tensors.sinks is None else tensors.sinks,
-        "ids_ptr": tensors.indices,
-        "lens_ptr": tensors.indices if tensors.topk_lens is None else tensors.topk_lens,
-        "out_ptr": output,
-        "lse_ptr": output if tensors.lse is None else tensors.lse,
-        "states_ptr": output if parts == 1 else tensors.states,
-        "sums_ptr": output if parts == 1 else tensors.sums,
-        "ids_row": tensors.indices.stride(0),
         "topk": topk,
         "scale": layer.scale,
-        **_distances("query", query),
-        **_distances("rotary", rotary),
         "HEADS": layer.num_heads,
         "HEAD_TILES": tile.head_tiles(layer.num_heads),
         "SEGMENT": tile.segment,
-        "PARTS": parts,
-        "BLOCK_SIZE": addresses["BLOCK_SIZE"],
-        "BLOCK_UNITS": addresses["BLOCK_UNITS"],
-        "ROW_UNITS": addresses["ROW_UNITS"],
+        "PARTS": tile.segments(topk),
+        "BLOCK_SIZE": places["BLOCK_SIZE"],
+        "BLOCK_UNITS": places["BLOCK_UNITS"],
+        "ROW_UNITS": places["ROW_UNITS"],
         "OUT_TOKEN": output.stride(0),
         "OUT_HEAD": output.stride(1),
         "LSE_TOKEN": 0 if tensors.lse is None else tensors.lse.stride(0),
@@ -97,69 +98,85 @@ def _shared(
     }
 
 
-def _distances(name: str, tensor: torch.Tensor) -> dict[str, int]:
-    """Strides of queries per token and per head, in units of 16 bytes.
+def _varying(parts: int, tensors: SparseTensors) -> dict[str, Any]:
+    """Varying arguments of both Hopper kernels; a pointer that a flag says is unused may be any.
 
-    They are not compile-time constants: an engine's absorbed queries lie head by head, so the
-    stride of heads depends on the number of tokens in the batch.
+    Strides of queries per token and per head are in units of 16 bytes. They are not compile-time
+    constants: an engine's absorbed queries lie head by head, so the stride of heads depends on the
+    number of tokens in the batch.
     """
-    units = ALIGNMENT // tensor.element_size()
-    return {f"{name}_token": tensor.stride(0) // units, f"{name}_head": tensor.stride(1) // units}
+    query, rotary, output, indices = tensors.query, tensors.rotary, tensors.output, tensors.indices
+    units = ALIGNMENT // query.element_size()
+    (query_token, query_head, _), (rotary_token, rotary_head, _) = query.stride(), rotary.stride()
+    return {
+        "query_ptr": query,
+        "rotary_ptr": rotary,
+        "sinks_ptr": output if tensors.sinks is None else tensors.sinks,
+        "ids_ptr": indices,
+        "lens_ptr": indices if tensors.topk_lens is None else tensors.topk_lens,
+        "out_ptr": output,
+        "lse_ptr": output if tensors.lse is None else tensors.lse,
+        "states_ptr": output if parts == 1 else tensors.states,
+        "sums_ptr": output if parts == 1 else tensors.sums,
+        "ids_row": indices.stride()[0],
+        "query_token": query_token // units,
+        "query_head": query_head // units,
+        "rotary_token": rotary_token // units,
+        "rotary_head": rotary_head // units,
+    }
 
 
-def _work(layer: SparseLayer, tile: SparseTile, tensors: SparseTensors) -> int:
-    """Number of pieces of work: one for each list, tile of heads and part of a list."""
-    rows, topk = tensors.indices.shape
-    return rows * tile.head_tiles(layer.num_heads) * tile.segments(topk)
-
-
-def _narrow_call(
+def _narrow_form(
     layer: SparseLayer,
     tile: SparseTile,
     asked: NarrowSparseTile,
-    tensors: SparseTensors,
-    shared: Mapping[str, Any],
-) -> KernelCall:
-    row = _row(layer, tensors)
-    arguments = {
-        **shared,
-        "latent_ptr": latent_views(tensors.kv_cache, row)["nope"].view(torch.int32),
-        "factor_ptr": shared["lse_ptr"] if tensors.k_scale is None else tensors.k_scale,
+    constants: Mapping[str, Any],
+    pieces: int,
+    parts: int,
+) -> LaunchForm:
+    own = {
         "KIND": _KINDS[layer.layout],
         "TILE": tile.kv_tile,
         "STAGES": tile.num_stages,
         "SECOND": asked.second_registers,
         "PRODUCER": asked.producer_registers,
     }
-    grid = (_work(layer, tile, tensors),)
-    return KernelCall(hopper_narrow_sparse_kernel, grid, arguments, num_warps=4, waits=True)
+
+    def varying(tensors: SparseTensors) -> dict[str, Any]:
+        found = _varying(parts, tensors)
+        # Rows begin with their latents.
+        found["latent_ptr"] = stored_as(tensors.kv_cache, torch.int32)
+        k_scale = tensors.k_scale
+        found["factor_ptr"] = found["lse_ptr"] if k_scale is None else k_scale
+        return found
+
+    options = LaunchOptions(num_warps=4, waits=True)
+    return LaunchForm(
+        hopper_narrow_sparse_kernel,
+        {**constants, **own},
+        varying,
+        lambda rows: (rows * pieces,),
+        options,
+    )
 
 
-def _wide_call(
+def _wide_form(
     layer: SparseLayer,
     tile: SparseTile,
     asked: HopperSparseTile,
     tensors: SparseTensors,
-    addresses: Mapping[str, Any],
-    shared: Mapping[str, Any],
-) -> KernelCall:
+    constants: Mapping[str, Any],
+    pieces: int,
+) -> LaunchForm:
     if layer.layout is LatentFormat.FP8_NOPE_FP8_ROPE:
         raise ValueError(
             f"the Hopper sparse kernel for many heads does not serve this layer: rows of "
             f"{layer.layout.value} are read by the kernel for few heads, or the portable kernel"
         )
-    programs = pieces = _work(layer, tile, tensors)
-    if tile.shares:
-        programs = tile.shares
-    elif asked.programs_per_sm is not None:
-        programs = min(pieces, asked.programs_per_sm * _multiprocessors(tensors))
     is_scaled = layer.layout is LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE
-    row = _row(layer, tensors)
-    arguments = {
-        **shared,
-        "latent_ptr": addresses["latent_ptr"],
-        **_places_to_meet(tile, tensors),
-        "tokens": len(tensors.query),
+    row = row_of(layer, tensors.query.dtype)
+    element = torch.uint8 if is_scaled else row["nope"].dtype.torch
+    own = {
         "TOKENS": tile.tokens,
         "ROPE_AT": row["rope"].offset,
         "SCALES_AT": row["scale"].offset if is_scaled else 0,
@@ -170,22 +187,28 @@ def _wide_call(
         "SECOND": asked.second_registers,
         "PRODUCER": asked.producer_registers,
     }
-    return KernelCall(hopper_sparse_kernel, (programs,), arguments, num_warps=4)
+    parts = constants["PARTS"]
+    most = 0
+    if asked.programs_per_sm is not None:
+        most = asked.programs_per_sm * _multiprocessors(tensors)
 
+    def grid(rows: int) -> tuple[int, ...]:
+        total = rows * pieces
+        return (tile.shares or (min(total, most) if most else total),)
 
-def _places_to_meet(tile: SparseTile, tensors: SparseTensors) -> dict[str, Any]:
-    """Scratch for lists of which two programs have a part each; any pointers where none has."""
-    if not tile.shares:
-        return {"counters_ptr": tensors.indices}
-    return {
-        "states_ptr": tensors.states,
-        "sums_ptr": tensors.sums,
-        "counters_ptr": tensors.counters,
-    }
+    def varying(given: SparseTensors) -> dict[str, Any]:
+        found = _varying(parts, given)
+        found["latent_ptr"] = stored_as(given.kv_cache, element)
+        found["tokens"] = given.query.shape[0]
+        # Scratch for lists of which two programs have a part each; any pointers where none has.
+        found["counters_ptr"] = given.counters if tile.shares else given.indices
+        if tile.shares:
+            found["states_ptr"], found["sums_ptr"] = given.states, given.sums
+        return found
 
-
-def _row(layer: SparseLayer, tensors: SparseTensors) -> RowFormat:
-    return layer.layout.row(layer.rank, layer.rope_size, DType.parse(tensors.query.dtype))
+    return LaunchForm(
+        hopper_sparse_kernel, {**constants, **own}, varying, grid, LaunchOptions(num_warps=4)
+    )
 
 
 def _multiprocessors(tensors: SparseTensors) -> int:

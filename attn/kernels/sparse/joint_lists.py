@@ -176,7 +176,11 @@ def join_lists_call(
     }
     programs = min(len(joint.marks), len(joint.entries))
     # With 8 warps of 128 registers two programs fit a multiprocessor; eight tokens need more.
-    shape: dict[str, int] = {"num_warps": 8, "max_registers": 128}
-    if joint.tokens == MOST_JOINED:
-        shape = {"num_warps": 16}
-    return KernelCall(join_lists_kernel, (programs,), arguments, **shape)
+    num_warps, max_registers = (16, None) if joint.tokens == MOST_JOINED else (8, 128)
+    return KernelCall(
+        join_lists_kernel,
+        (programs,),
+        arguments,
+        num_warps=num_warps,
+        max_registers=max_registers,
+    )

@@ -1,10 +1,11 @@
-"""The launches of sparse latent attention, made of a layer, its cache and its queries."""
+"""The launcher of sparse latent attention: it makes launches of a layer, a tile and tensors."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 import triton
@@ -15,61 +16,163 @@ from attn.kernels.lang.numerics import INTERPRETED
 from attn.kernels.lang.stored import E4M3, NATIVE
 from attn.kernels.sparse.attend import fold_states_kernel, sparse_mla_kernel
 from attn.kernels.sparse.attend_many import sparse_mla_many_kernel
-from attn.kernels.sparse.layer import SparseLayer, SparseTensors
-from builders.launch.call import KernelCall
+from attn.kernels.sparse.layer import (
+    LaunchForm,
+    SparseLayer,
+    SparseTensors,
+    field_pointers,
+    row_of,
+)
+from builders.launch.call import KernelCall, LaunchOptions
+from builders.launch.launcher import Launch, Launcher
+from builders.launch.variants import Variants
 from builders.sparse.tiles import SparseTile
 from specs.base import cdiv
-from specs.dtypes import DType
-from specs.layouts import latent_views
-from specs.rows import LatentFormat
+from specs.rows import LatentFormat, RowFormat
 
 _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+MOST_REACH = 1 << 31
+"""Elements from the first to the last head of a token that 32 bits can count."""
 _ALIGNMENT = 16
 """Bytes of the widest load of a thread."""
+
+
+_NOTHING = (0, 0)
+_Made: TypeAlias = tuple[tuple[int, int], tuple[tuple[LaunchForm, Launcher], ...]]
+"""What is made once for a variant."""
+
+
+class SparseLauncher:
+    """The launches of sparse layers with the same constants.
+
+    A launcher for each compiled variant is made once and kept. A later forward of the same variant
+    only hands over addresses and sizes.
+    """
+
+    def __init__(self, layer: SparseLayer, *, hardware_e4m3: bool) -> None:
+        """
+        Args:
+            layer: the constants of the layers.
+            hardware_e4m3: the GPU has instructions that convert e4m3.
+        """
+        self.layer, self._hardware_e4m3 = layer, hardware_e4m3
+        self._variants: Variants[_Made] = Variants()
+
+    def attend(self, tile: SparseTile, tensors: SparseTensors) -> None:
+        """Enqueue the launches of :func:`attn.ops.sparse_mla.sparse_mla`.
+
+        There is one launch, or two where several programs share a list: the second folds their
+        states.
+
+        Args:
+            tile: how heads and lists are cut.
+            tensors: the tensors of the launches.
+
+        Raises:
+            ValueError: the tensors do not fit together, or the Hopper kernel does not serve them.
+            NotImplementedError: the rank or the rotary size is none that a tile holds.
+        """
+        for launch in self._launches(tile, tensors):
+            launch.launch()
+
+    def calls(self, tile: SparseTile, tensors: SparseTensors) -> tuple[KernelCall, ...]:
+        """The launches as data: nothing is enqueued. Arguments and errors are :meth:`attend`'s."""
+        return tuple(launch.call for launch in self._launches(tile, tensors))
+
+    def _launches(self, tile: SparseTile, tensors: SparseTensors) -> Iterator[Launch]:
+        rows = tensors.indices.shape[0]
+        variant = self._variant(tile, tensors)
+        needed, made = self._variants.of(variant, lambda: self._new_launchers(tile, tensors))
+        if not _fits(tile, tensors, rows, needed):
+            _check(self.layer, tile, tensors)
+        for form, launcher in made:
+            yield launcher.bind(form.grid(rows), form.varying(tensors))
+
+    def _variant(self, tile: SparseTile, tensors: SparseTensors) -> tuple[Any, ...]:
+        """The variant key: everything that a compiled variant depends on.
+
+        Left out are the number of query tokens, and the strides of queries, which differ from batch
+        to batch, since an engine's absorbed part lies head by head.
+        """
+        query, rotary, cache = tensors.query, tensors.rotary, tensors.kv_cache
+        output, lse, indices = tensors.output, tensors.lse, tensors.indices
+        lens, k_scale, sinks = tensors.topk_lens, tensors.k_scale, tensors.sinks
+        return (
+            tile,
+            query.dtype,
+            query.device,
+            query.shape[1:],
+            query.stride()[2:],
+            rotary.dtype,
+            rotary.shape[1:],
+            rotary.stride()[2:],
+            cache.dtype,
+            cache.shape[1:],
+            cache.stride(),
+            # If there is one page only, its stride says nothing.
+            cache.shape[0] == 1,
+            cache.data_ptr() % 16,
+            indices.dtype,
+            indices.shape[1],
+            indices.stride()[1:],
+            None if lens is None else (lens.dtype, lens.stride()),
+            output.dtype,
+            output.shape[1:],
+            output.stride(),
+            None if lse is None else (lse.dtype, lse.shape[1:], lse.stride()),
+            None if k_scale is None else k_scale.numel(),
+            None if sinks is None else sinks.shape,
+            tensors.states is None,
+            tensors.counters is None,
+        )
+
+    def _new_launchers(self, tile: SparseTile, tensors: SparseTensors) -> _Made:
+        """The scratch that one query token needs, and the launches with their launchers."""
+        made = []
+        for form in self._forms(tile, tensors):
+            names = [*form.varying(tensors)]
+            made.append((form, Launcher(form.kernel, form.constants, names, options=form.options)))
+        topk = tensors.indices.shape[1]
+        return tile.state_floats(1, self.layer.num_heads, topk, self.layer.rank), tuple(made)
+
+    def _forms(self, tile: SparseTile, tensors: SparseTensors) -> tuple[LaunchForm, ...]:
+        """The launches of a variant; the tensors are checked."""
+        layer = self.layer
+        _check(layer, tile, tensors)
+        topk = tensors.indices.shape[1]
+        programs = tile.programs(topk)
+        waits = tile.hastens and programs > 1 and not INTERPRETED
+        places = _distances(tensors.kv_cache, row_of(layer, tensors.query.dtype))
+        if tile.hopper is None:
+            first = _portable_form(layer, tile, tensors, places, waits, self._hardware_e4m3)
+        else:
+            # Gluon is imported only where it is used.
+            from attn.kernels.sparse.hopper_launch import hopper_sparse_form
+
+            first = hopper_sparse_form(layer, tile, tensors, places)
+        if programs == 1:
+            return (first,)
+        heads, width = min(tile.finish_rows, tile.rows), min(tile.finish_width, layer.rank)
+        own = {"FINISH_ROWS": heads, "FINISH_WIDTH": width, "WAITS": waits}
+        tiles = tile.head_tiles(layer.num_heads)
+        return first, LaunchForm(
+            fold_states_kernel,
+            _shared_constants(layer, tile, tensors) | own,
+            partial(_shared_pointers, layer),
+            lambda rows: (rows * tiles, tile.rows // heads, layer.rank // width),
+            LaunchOptions(num_warps=2, waits=waits),
+        )
 
 
 def sparse_calls(
     layer: SparseLayer, tile: SparseTile, tensors: SparseTensors, *, hardware_e4m3: bool
 ) -> tuple[KernelCall, ...]:
-    """The launches of :func:`attn.ops.sparse_mla.sparse_mla`.
-
-    There is one launch, or two where several programs share a list: the second folds their states.
-
-    Args:
-        layer: the constants of the layer.
-        tile: how heads and lists are cut.
-        tensors: the tensors of the launch.
-        hardware_e4m3: the GPU has instructions that convert e4m3.
-
-    Raises:
-        ValueError: the tensors do not fit together, or the Hopper kernel does not serve them.
-        NotImplementedError: the rank or the rotary size is none that a tile holds.
-    """
-    _check(layer, tile, tensors)
-    rows, topk = tensors.indices.shape
-    fields = latent_views(tensors.kv_cache, row_of(layer, tensors.query.dtype))
-    addresses = _addresses(tensors.kv_cache, fields)
-    programs = tile.programs(topk)
-    waits = tile.hastens and programs > 1 and not INTERPRETED
-    shared = _shared(layer, tile, tensors)
-    if tile.hopper is None:
-        first = _plain_call(layer, tile, tensors, addresses, shared, waits, hardware_e4m3)
-    else:
-        # Gluon is imported only where it is used.
-        from attn.kernels.sparse.hopper_launch import hopper_sparse_call
-
-        first = hopper_sparse_call(layer, tile, tensors, addresses)
-    if programs == 1:
-        return (first,)
-    finish = (min(tile.finish_rows, tile.rows), min(tile.finish_width, layer.rank))
-    shared |= {"FINISH_ROWS": finish[0], "FINISH_WIDTH": finish[1], "WAITS": waits}
-    grid = (rows * shared["HEAD_TILES"], tile.rows // finish[0], layer.rank // finish[1])
-    return first, KernelCall(fold_states_kernel, grid, shared, num_warps=2, waits=waits)
+    """The launches of :meth:`SparseLauncher.attend` as data, by a launcher of their own."""
+    return SparseLauncher(layer, hardware_e4m3=hardware_e4m3).calls(tile, tensors)
 
 
-def _shared(layer: SparseLayer, tile: SparseTile, tensors: SparseTensors) -> dict[str, Any]:
-    """Arguments that the portable kernels and the kernel that folds their states share."""
-    topk = tensors.indices.shape[1]
+def _shared_pointers(layer: SparseLayer, tensors: SparseTensors) -> dict[str, Any]:
+    """Varying arguments that the portable kernels and the kernel that folds their states share."""
     has_factor = layer.layout is LatentFormat.FP8_NOPE_FP8_ROPE
     return {
         "factor_ptr": tensors.k_scale if has_factor else None,
@@ -79,6 +182,15 @@ def _shared(layer: SparseLayer, tile: SparseTile, tensors: SparseTensors) -> dic
         "lse_ptr": tensors.lse,
         "states_ptr": tensors.states,
         "sums_ptr": tensors.sums,
+    }
+
+
+def _shared_constants(
+    layer: SparseLayer, tile: SparseTile, tensors: SparseTensors
+) -> dict[str, Any]:
+    """Constants that the portable kernels and the kernel that folds their states share."""
+    topk = tensors.indices.shape[1]
+    return {
         "out_token": tensors.output.stride(0),
         "out_head": tensors.output.stride(1),
         "lse_token": 0 if tensors.lse is None else tensors.lse.stride(0),
@@ -94,29 +206,19 @@ def _shared(layer: SparseLayer, tile: SparseTile, tensors: SparseTensors) -> dic
     }
 
 
-def _plain_call(
+def _portable_form(
     layer: SparseLayer,
     tile: SparseTile,
     tensors: SparseTensors,
-    addresses: Mapping[str, Any],
-    shared: Mapping[str, Any],
+    places: Mapping[str, Any],
     waits: bool,
     hardware_e4m3: bool,
-) -> KernelCall:
+) -> LaunchForm:
     """The launch of the portable kernel that attends."""
-    rows, topk = tensors.indices.shape
-    attend: dict[str, Any] = {
-        **shared,
-        "query_ptr": tensors.query,
-        "rotary_ptr": tensors.rotary,
-        "ids_ptr": tensors.indices,
-        "ids_row": tensors.indices.stride(0),
-        **addresses,
-        **{
-            f"{name}_{axis}": rows_of.stride(dim)
-            for name, rows_of in (("query", tensors.query), ("rotary", tensors.rotary))
-            for dim, axis in enumerate(("token", "head"))
-        },
+    topk, row = tensors.indices.shape[1], row_of(layer, tensors.query.dtype)
+    constants: dict[str, Any] = {
+        **_shared_constants(layer, tile, tensors),
+        **places,
         "scale": layer.scale,
         "KV_TILE": tile.kv_tile,
         "ROPE": layer.rope_size,
@@ -130,22 +232,41 @@ def _plain_call(
     kernel: Any = sparse_mla_kernel
     if tile.many:
         kernel = sparse_mla_many_kernel
-        attend["WHOLE_STEPS"] = topk % tile.kv_tile == 0
-        attend["ROW_BYTES"] = row_of(layer, tensors.query.dtype).nbytes
+        constants["WHOLE_STEPS"] = topk % tile.kv_tile == 0
+        constants["ROW_BYTES"] = row.nbytes
     else:
-        attend["SPAN"] = tile.span
-        attend["FOLDS"] = tile.folds
-        attend["CARRIES_IDS"] = tile.carries_ids
-        attend["HOLDS_NEXT"] = tile.holds_next
-    grid = (rows * shared["HEAD_TILES"], tile.programs(topk))
-    return KernelCall(
+        constants["SPAN"] = tile.span
+        constants["FOLDS"] = tile.folds
+        constants["CARRIES_IDS"] = tile.carries_ids
+        constants["HOLDS_NEXT"] = tile.holds_next
+    tiles, programs = tile.head_tiles(layer.num_heads), tile.programs(topk)
+    return LaunchForm(
         kernel,
-        grid,
-        attend,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        max_registers=tile.max_registers,
+        constants,
+        partial(_portable_varying, layer, row),
+        lambda rows: (rows * tiles, programs),
+        LaunchOptions(
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+            max_registers=tile.max_registers,
+        ),
     )
+
+
+def _portable_varying(layer: SparseLayer, row: RowFormat, tensors: SparseTensors) -> dict[str, Any]:
+    query, rotary = tensors.query, tensors.rotary
+    return {
+        **_shared_pointers(layer, tensors),
+        "query_ptr": query,
+        "rotary_ptr": rotary,
+        "ids_ptr": tensors.indices,
+        **(tensors.fields or field_pointers(tensors.kv_cache, row)),
+        "ids_row": tensors.indices.stride(0),
+        "query_token": query.stride(0),
+        "query_head": query.stride(1),
+        "rotary_token": rotary.stride(0),
+        "rotary_head": rotary.stride(1),
+    }
 
 
 def _compute_type(dtype: torch.dtype) -> Any:
@@ -153,39 +274,55 @@ def _compute_type(dtype: torch.dtype) -> Any:
     return tl.float32 if INTERPRETED.value and dtype == torch.bfloat16 else _TYPES[dtype]
 
 
-def row_of(layer: SparseLayer, dtype: torch.dtype) -> Any:
-    """The row format of the layer's cache, for a query of ``dtype``."""
-    return layer.layout.row(layer.rank, layer.rope_size, DType.parse(dtype))
-
-
-def _addresses(kv_cache: torch.Tensor, fields: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Pointers to the fields of rows, and distances of rows in units that loads are aligned to."""
+def _distances(kv_cache: torch.Tensor, row: RowFormat) -> dict[str, Any]:
+    """Distances of a cache's rows, in units that loads of their fields are aligned to."""
     size, (blocks, block_size) = kv_cache.element_size(), kv_cache.shape[:2]
     block, stride = (kv_cache.stride(dim) * size for dim in (0, 1))
     unit = math.gcd(_ALIGNMENT, block if blocks > 1 else 0, stride)
     # If all rows are equally far apart, a kernel need not divide by the block's size.
     is_flat = blocks == 1 or block == block_size * stride
-    scales = fields.get("scale")
+    scale = row.get("scale")
     return {
-        "latent_ptr": _words(fields["nope"]),
-        "rope_ptr": _words(fields["rope"]),
-        "scales_ptr": scales,
         "BLOCK_UNITS": 0 if is_flat else block // unit,
         "ROW_UNITS": stride // unit,
         "BLOCK_SIZE": 1 if is_flat else block_size,
-        "LATENT_UNIT": unit // fields["nope"].element_size(),
-        "ROPE_UNIT": unit // fields["rope"].element_size(),
-        "SCALE_UNIT": 1 if scales is None else unit // scales.element_size(),
+        "LATENT_UNIT": unit // row["nope"].dtype.itemsize,
+        "ROPE_UNIT": unit // row["rope"].dtype.itemsize,
+        "SCALE_UNIT": 1 if scale is None else unit // scale.dtype.itemsize,
     }
 
 
-def _words(field: torch.Tensor) -> torch.Tensor:
-    """The field; e4m3 as its bytes, which every GPU can load."""
-    return field.view(torch.uint8) if field.dtype == torch.float8_e4m3fn else field
+def _fits(tile: SparseTile, tensors: SparseTensors, rows: int, needed: tuple[int, int]) -> bool:
+    """Whether what the variant key leaves out fits together, as :func:`_check` asks for it.
+
+    ``needed`` are the fp32 elements of scratch for one query token, or for any number of them where
+    programs share lists.
+    """
+    query, rotary, lse, lens = tensors.query, tensors.rotary, tensors.lse, tensors.topk_lens
+    tokens = query.shape[0]
+    lists = tokens if tile.tokens == 1 else cdiv(tokens, tile.tokens)
+    if not (
+        lists == rows
+        and tokens == rotary.shape[0] == tensors.output.shape[0]
+        and (lse is None or lse.shape[0] == tokens)
+        and (lens is None or lens.shape[0] == rows)
+        and query.shape[1] * query.stride()[1] < MOST_REACH
+        and rotary.shape[1] * rotary.stride()[1] < MOST_REACH
+    ):
+        return False
+    if needed != _NOTHING:
+        count = 1 if tile.shares else rows
+        for scratch, each in zip((tensors.states, tensors.sums), needed, strict=True):
+            if scratch is None or scratch.numel() < count * each:
+                return False
+    shares = tile.shares
+    return not shares or (
+        tensors.counters is not None and tensors.counters.numel() >= tile.counters
+    )
 
 
 def _check(layer: SparseLayer, tile: SparseTile, tensors: SparseTensors) -> None:
-    """Refuse tensors that do not fit together; run once per call, never waits for the device."""
+    """Refuse tensors that do not fit together; never waits for the device."""
     query, heads = tensors.query, layer.num_heads
     lists, topk = tensors.indices.shape
     # Joint lists are fewer than the tokens; the last of them may be of fewer tokens.

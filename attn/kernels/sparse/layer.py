@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
 
 import torch
 
-from specs.rows import LatentFormat
+from attn.kernels.lang.memory import as_bytes
+from builders.launch.call import LaunchOptions
+from specs.dtypes import DType
+from specs.layouts import latent_views
+from specs.rows import LatentFormat, RowFormat
 
 
 @dataclass(frozen=True)
@@ -20,7 +27,7 @@ class SparseLayer:
     rope_size: int = 64
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class SparseTensors:
     """The tensors of one launch: T query tokens, H heads, rank L, rotary size r."""
 
@@ -49,3 +56,55 @@ class SparseTensors:
     """fp32 scratch for maxima and sums of states; ``SparseTile.state_floats`` gives its size."""
     counters: torch.Tensor | None = None
     """``[SparseTile.counters]`` int32; zeros before and after every launch."""
+    fields: dict[str, torch.Tensor | None] | None = None
+    """:func:`field_pointers` of ``kv_cache``, kept from an earlier forward; None: not yet made."""
+
+    def part(self, rows: slice) -> SparseTensors:
+        """The tensors of some query tokens; the scratch is the same."""
+        lens, lse = self.topk_lens, self.lse
+        return replace(
+            self,
+            query=self.query[rows],
+            rotary=self.rotary[rows],
+            indices=self.indices[rows],
+            topk_lens=None if lens is None else lens[rows],
+            output=self.output[rows],
+            lse=None if lse is None else lse[rows],
+        )
+
+
+@dataclass(frozen=True)
+class LaunchForm:
+    """One launch of a step, as it is for any number of rows."""
+
+    kernel: Any
+    """The ``triton.jit`` function."""
+    constants: dict[str, Any]
+    """The arguments that all launches of a variant share, by name."""
+    varying: Callable[[SparseTensors], dict[str, Any]]
+    """The other arguments, by name; which ones there are follows from the variant."""
+    grid: Callable[[int], tuple[int, ...]]
+    """The programs for a number of query tokens."""
+    options: LaunchOptions
+    """How the kernel is compiled and launched."""
+
+
+@lru_cache(maxsize=256)
+def row_of(layer: SparseLayer, dtype: torch.dtype) -> RowFormat:
+    """The row format of the layer's cache, for a query of ``dtype``."""
+    return layer.layout.row(layer.rank, layer.rope_size, DType.parse(dtype))
+
+
+def field_pointers(kv_cache: torch.Tensor, row: RowFormat) -> dict[str, torch.Tensor | None]:
+    """The fields of a cache's rows as the portable kernels take them, by the arguments' names.
+
+    Elements in e4m3 are given as bytes, which every GPU can load.
+    """
+    fields = latent_views(kv_cache, row)
+    latent, rope = as_bytes(fields["nope"]), as_bytes(fields["rope"])
+    return {"latent_ptr": latent, "rope_ptr": rope, "scales_ptr": fields.get("scale")}
+
+
+def stored_as(kv_cache: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A cache as elements of ``dtype``; a cache of that type is returned as it is."""
+    return kv_cache if kv_cache.dtype == dtype else kv_cache.view(dtype)

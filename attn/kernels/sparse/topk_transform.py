@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Final
 
 import torch
 import triton
 import triton.language as tl
 
-from builders.launch.call import KernelCall
+from builders.launch.call import KernelCall, LaunchOptions
+from builders.launch.launcher import Launch, Launcher
 from builders.sparse.arguments import TopkLists
 from builders.splitkv.stripe import Stripe
 
-_VARYING: Final = ["table_width"]
+_VARYING: Final = ["ids_row", "table_row", "table_width"]
 _ANYWHERE: Final = [
     *("ids_ptr", "visible_ptr", "reqs_ptr", "block_table_ptr", "offsets_ptr"),
     *("out_ptr", "slots_ptr", "counts_ptr"),
@@ -29,8 +31,8 @@ def topk_transform_kernel(
     out_ptr,
     slots_ptr,
     counts_ptr,
-    ids_row: tl.int64,
-    table_row: tl.int64,
+    ids_row,
+    table_row,
     table_width,
     TOPK: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -95,10 +97,29 @@ def topk_transform_call(
     counts: torch.Tensor | None,
 ) -> KernelCall:
     """The launch of :func:`attn.ops.topk_transform.transform_topk`, which checks the arguments."""
+    given = block_table, block_size, offsets, slots, counts
+    return topk_transform_launch(lists, kind, out, *given).call
+
+
+def topk_transform_launch(
+    lists: TopkLists,
+    kind: str,
+    out: torch.Tensor,
+    block_table: torch.Tensor | None,
+    block_size: int,
+    offsets: torch.Tensor | None,
+    slots: torch.Tensor | None,
+    counts: torch.Tensor | None,
+) -> Launch:
+    """The launch, prepared by the launcher of its variant, which is kept."""
     rows, width = out.shape
-    stripe = lists.stripe or Stripe(1, 0, 1)
-    arguments = {
-        "ids_ptr": lists.ids,
+    ids = lists.ids
+    launcher = _launcher(kind, ids.shape[1], width, block_size, lists.stripe, counts is not None)
+    ids_row, table_row, table_width = ids.stride()[0], 0, 0
+    if block_table is not None:
+        table_row, table_width = block_table.stride()[0], block_table.shape[1]
+    varying = {
+        "ids_ptr": ids,
         "visible_ptr": lists.visible_lens,
         "reqs_ptr": lists.reqs,
         "block_table_ptr": block_table,
@@ -106,17 +127,27 @@ def topk_transform_call(
         "out_ptr": out,
         "slots_ptr": slots,
         "counts_ptr": counts,
-        "ids_row": lists.ids.stride(0),
-        "table_row": 0 if block_table is None else block_table.stride(0),
-        "table_width": 0 if block_table is None else block_table.shape[1],
-        "TOPK": lists.ids.shape[1],
+        "ids_row": ids_row,
+        "table_row": table_row,
+        "table_width": table_width,
+    }
+    return launcher.bind((rows,), varying)
+
+
+@lru_cache(maxsize=256)
+def _launcher(
+    kind: str, topk: int, width: int, block_size: int, stripe: Stripe | None, is_compact: bool
+) -> Launcher:
+    shared = stripe or Stripe(1, 0, 1)
+    fixed = {
+        "TOPK": topk,
         "WIDTH": width,
         "TILE": triton.next_power_of_2(width),
         "PAGE_SIZE": block_size,
         "KIND": kind,
-        "COMPACT": counts is not None,
-        "DCP_SIZE": stripe.size,
-        "DCP_RANK": stripe.rank,
-        "INTERLEAVE": stripe.interleave,
+        "COMPACT": is_compact,
+        "DCP_SIZE": shared.size,
+        "DCP_RANK": shared.rank,
+        "INTERLEAVE": shared.interleave,
     }
-    return KernelCall(topk_transform_kernel, (rows,), arguments, num_warps=4)
+    return Launcher(topk_transform_kernel, fixed, options=LaunchOptions(num_warps=4))

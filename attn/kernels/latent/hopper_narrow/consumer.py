@@ -200,7 +200,8 @@ def _tile(key_tile, turn, state, kept, natural, bounds, ring, room, tile):
 def _query_part(token, count, in_group, query, tile, first: gl.constexpr, WIDTH: gl.constexpr):
     """WIDTH columns of a part's queries as fp32, and the largest magnitude of each row.
 
-    The columns begin with column ``first``. Rows past the item's query tokens or heads are zeros.
+    The columns begin with column ``first`` of the absorbed part; where ``first`` is None, they are
+    the rotary part. Rows past the item's query tokens or heads are zeros.
 
     Returns:
         ``[16, WIDTH]`` and ``[16]`` fp32.
@@ -208,12 +209,15 @@ def _query_part(token, count, in_group, query, tile, first: gl.constexpr, WIDTH:
     LANES: gl.constexpr = min(32, WIDTH // 8)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [_WARPS, 1], [1, 0])
     row = gl.arange(0, 16, layout=gl.SliceLayout(1, LAYOUT))
-    column = first + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
+    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
     head = in_group + row % tile.TILE_HEADS
     wanted = (row < count * tile.TILE_HEADS) & (head < tile.GROUP)
-    offset = (token + row // tile.TILE_HEADS).to(gl.int64) * query.query_token
-    offset += head * query.query_head
-    at = query.query_ptr + offset[:, None] + column[None, :]
+    tokens = token + row // tile.TILE_HEADS
+    if first is None:
+        at = query.rotary_at(tokens, head)
+    else:
+        at = query.absorbed_at(tokens, head) + first
+    at = at[:, None] + column[None, :]
     part = gl.load(at, mask=wanted[:, None], other=0.0).to(gl.float32)
     return part, gl.max(gl.abs(part), 1)
 
@@ -239,7 +243,7 @@ def _load_queries(work, in_group, query, room, tile):
     most = gl.convert_layout(most, SUMS)
     right, other = _query_part(token, count, in_group, query, tile, 256, 256)
     most = gl.maximum(most, gl.convert_layout(other, SUMS))
-    rope, other = _query_part(token, count, in_group, query, tile, 512, 64)
+    rope, other = _query_part(token, count, in_group, query, tile, None, 64)
     most = gl.maximum(most, gl.convert_layout(other, SUMS))
     if tile.E4M3:
         down, up = power_of_two_guard(most)

@@ -31,9 +31,15 @@ from attn.kernels.dense.hopper_decode.parts import FIELDS, load_work_item, share
 from attn.kernels.dense.hopper_decode.producer import pages_of
 from attn.kernels.lang.compat import async_load, reinterpret, wait_for_kernels_before
 from attn.kernels.lang.constants import LOG2E
-from attn.kernels.lang.structures import Out, Plan, Query, Tile, causal_mask
+from attn.kernels.lang.structures import Out, Plan, Tile, causal_mask
 from attn.kernels.latent.hopper_narrow.consumer import consume_narrow
-from attn.kernels.latent.structures import LatentCache, NarrowRing, NarrowRoom
+from attn.kernels.latent.structures import (
+    LatentCache,
+    LatentQuery,
+    NarrowRing,
+    NarrowRoom,
+    clear_padding,
+)
 
 _REGISTERS = tl.constexpr(40)
 """Registers of a thread of the producer."""
@@ -68,8 +74,11 @@ def _load_tile(key_tile, stage, pages, cache, ring):
 
 
 @gluon.jit
-def produce_narrow(cache, ring, plan, mask):
-    """Load the latent rows of the program's share, tile after tile; one warp runs this."""
+def produce_narrow(num_rows, cache, ring, plan, mask, out, HEADS: gl.constexpr):
+    """Load the latent rows of the program's share, tile after tile; then clear padding.
+
+    One warp runs this. It is done before the consumers are, so that padding costs no time.
+    """
     KV_TILE: gl.constexpr = ring.KV_TILE
     first_row, begin, past_row, mine, fields = share_at(plan.shares_ptr, plan.HEADS)
     turn = 0
@@ -91,14 +100,19 @@ def produce_narrow(cache, ring, plan, mask):
             turn += 1
         begin = 0
         fields = plan.rows_ptr + ((r + 1) // plan.HEAD_LOOPS) * FIELDS
+    clear_padding(num_rows, plan, out, 0, HEADS)
 
 
 @gluon.jit(
-    do_not_specialize=["groups", "table_row"],
+    do_not_specialize=[
+        *("groups", "table_row", "num_rows"),
+        *("query_token", "query_head", "rotary_token", "rotary_head"),
+    ],
     do_not_specialize_on_alignment=["table_ptr", "lse_ptr", "k_scale_ptr"],
 )
 def hopper_mla_narrow_kernel(
     query_ptr,
+    rotary_ptr,
     k_desc,
     rope_desc,
     out_ptr,
@@ -113,6 +127,11 @@ def hopper_mla_narrow_kernel(
     states_ptr,
     sums_ptr,
     table_row,
+    query_token,
+    query_head,
+    rotary_token,
+    rotary_head,
+    num_rows,
     scale,
     groups,
     HEADS: gl.constexpr,
@@ -128,8 +147,6 @@ def hopper_mla_narrow_kernel(
     BLOCK_SIZE: gl.constexpr,
     RUN: gl.constexpr,
     STAGES: gl.constexpr,
-    QUERY_TOKEN: gl.constexpr,
-    QUERY_HEAD: gl.constexpr,
     OUT_TOKEN: gl.constexpr,
     OUT_HEAD: gl.constexpr,
     LSE_TOKEN: gl.constexpr,
@@ -141,7 +158,10 @@ def hopper_mla_narrow_kernel(
     """Attention of the plan's work items; grid ``(groups * HEADS,)``, eight consumer warps and one
     producer warp.
 
-    Query is ``[T, H, 576]``, out ``[T, H, 512]``, LSE ``[T, H]`` fp32, ``k_scale`` an fp32 scalar.
+    Of the ``num_rows`` rows of output and LSE, those that no work item has are cleared.
+
+    Query is ``[T, H, 512]`` and rotary ``[T, H, 64]``, whose strides of tokens and heads are in
+    units of 16 bytes; out is ``[T, H, 512]``, LSE ``[T, H]`` fp32, ``k_scale`` an fp32 scalar.
     The descriptors are of latent rows ``[N, BLOCK_SIZE, 576]`` in boxes of RUN tokens and 64
     columns. With E4M3 they are of ``[N, BLOCK_SIZE, 288]`` int16 words of two elements, in boxes of
     RUN tokens and 64 words, or 32 words for the rotary part.
@@ -217,9 +237,9 @@ def hopper_mla_narrow_kernel(
     # TMA sees memory through another proxy than threads do: make the barriers visible to it.
     fence_async_shared()
     wait_for_kernels_before()
-    query = Query(
-        query_ptr=query_ptr, query_token=QUERY_TOKEN, query_head=QUERY_HEAD, factor=scale * LOG2E,
-        soft_cap=1.0, SOFT_CAP=False,
+    query = LatentQuery(
+        query_ptr=query_ptr, rotary_ptr=rotary_ptr, query_token=query_token, query_head=query_head,
+        rotary_token=rotary_token, rotary_head=rotary_head, factor=scale * LOG2E,
     )  # fmt: skip
     ring = NarrowRing(
         left_boxes=left_boxes, right_boxes=right_boxes, rope_boxes=rope_boxes, k_left=k_left,
@@ -233,7 +253,7 @@ def hopper_mla_narrow_kernel(
     gl.warp_specialize(
         [
             (consume_narrow, (query, cache, ring, room, plan, mask, out, tile)),
-            (produce_narrow, (cache, ring, plan, mask)),
+            (produce_narrow, (num_rows, cache, ring, plan, mask, out, GROUP)),
         ],
         [1],
         [_REGISTERS],

@@ -233,14 +233,14 @@ def _load_queries(token, count, in_group, phase, query, room, tile, W: gl.conste
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
     head = in_group + row % tile.TILE_HEADS
     wanted = (row < count * tile.TILE_HEADS) & (head < tile.GROUP)
-    offset = (token + row // tile.TILE_HEADS).to(gl.int64) * query.query_token
-    offset += head * query.query_head
-    at = query.query_ptr + offset[:, None] + column[None, :]
+    tokens = token + row // tile.TILE_HEADS
+    at = query.absorbed_at(tokens, head)[:, None] + column[None, :]
     for i in gl.static_range(4):
         part = gl.load(at + (W * HALF + i * 64), mask=wanted[:, None], other=0.0)
         room.q_boxes.index(W * 4 + i).store(part)
     if W == 0:
-        room.q_rope.index(0).store(gl.load(at + 2 * HALF, mask=wanted[:, None], other=0.0))
+        at = query.rotary_at(tokens, head)[:, None] + column[None, :]
+        room.q_rope.index(0).store(gl.load(at, mask=wanted[:, None], other=0.0))
     fence_async_shared()
     thread_barrier()
     mbarrier.arrive(room.loaded, count=1)

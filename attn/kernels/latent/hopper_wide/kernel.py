@@ -24,19 +24,23 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from attn.kernels.lang.compat import wait_for_kernels_before
 from attn.kernels.lang.constants import LOG2E
-from attn.kernels.lang.structures import Out, Plan, Query, Tile
+from attn.kernels.lang.structures import Out, Plan, Tile
 from attn.kernels.latent.hopper_wide.consumer import consume_latents
 from attn.kernels.latent.hopper_wide.parts import BLOCK, HALF
 from attn.kernels.latent.hopper_wide.producer import produce_latents
-from attn.kernels.latent.structures import LatentCache, WideRing, WideRoom
+from attn.kernels.latent.structures import LatentCache, LatentQuery, WideRing, WideRoom
 
 
 @gluon.jit(
-    do_not_specialize=["table_row"],
+    do_not_specialize=[
+        *("table_row", "num_rows"),
+        *("query_token", "query_head", "rotary_token", "rotary_head"),
+    ],
     do_not_specialize_on_alignment=["table_ptr", "lse_ptr"],
 )
 def hopper_mla_kernel(
     query_ptr,
+    rotary_ptr,
     k_desc,
     cache_ptr,
     out_ptr,
@@ -50,6 +54,11 @@ def hopper_mla_kernel(
     states_ptr,
     sums_ptr,
     table_row,
+    query_token,
+    query_head,
+    rotary_token,
+    rotary_head,
+    num_rows,
     cache_block,
     scale,
     HEADS: gl.constexpr,
@@ -59,8 +68,6 @@ def hopper_mla_kernel(
     QUERY_TOKENS: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     RUN: gl.constexpr,
-    QUERY_TOKEN: gl.constexpr,
-    QUERY_HEAD: gl.constexpr,
     OUT_TOKEN: gl.constexpr,
     OUT_HEAD: gl.constexpr,
     LSE_TOKEN: gl.constexpr,
@@ -70,9 +77,12 @@ def hopper_mla_kernel(
 ):
     """Attention of the plan's work items, and states of those cut; grid ``(groups * HEADS,)``.
 
+    Of the ``num_rows`` rows of output and LSE, those that no work item has are cleared.
+
     ``k_desc`` describes latent rows ``[N, BLOCK_SIZE, 576]`` in boxes of RUN tokens and 64 columns;
-    ``cache_ptr`` is their address, for prefetches. Query is ``[T, H, 576]``, out ``[T, H, 512]``,
-    LSE ``[T, H]``; rows and shares are tensors of the plan.
+    ``cache_ptr`` is their address, for prefetches. Query is ``[T, H, 512]`` and rotary
+    ``[T, H, 64]``, whose strides of tokens and heads are in units of 16 bytes; out is
+    ``[T, H, 512]``, LSE ``[T, H]``; rows and shares are tensors of the plan.
 
     A program has two states, fp32 ``[TILE_HEADS * QUERY_TOKENS, 512]``: first of a work item that
     another program began, then of an item that goes on in another program. The sums of a state are
@@ -84,9 +94,9 @@ def hopper_mla_kernel(
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     RUNS: gl.constexpr = 64 // RUN
-    query = Query(
-        query_ptr=query_ptr, query_token=QUERY_TOKEN, query_head=QUERY_HEAD, factor=scale * LOG2E,
-        soft_cap=1.0, SOFT_CAP=False,
+    query = LatentQuery(
+        query_ptr=query_ptr, rotary_ptr=rotary_ptr, query_token=query_token, query_head=query_head,
+        rotary_token=rotary_token, rotary_head=rotary_head, factor=scale * LOG2E,
     )  # fmt: skip
     cache = LatentCache(
         k_desc=k_desc, rope_desc=None, table_ptr=table_ptr, table_row=table_row, k_scale_ptr=None,
@@ -150,7 +160,7 @@ def hopper_mla_kernel(
         [
             (consume_latents, (0, query, ring, room, plan, out, tile)),
             (consume_latents, (1, query, ring, room, plan, out, tile)),
-            (produce_latents, (cache, ring, plan)),
+            (produce_latents, (num_rows, cache, ring, plan, out, GROUP)),
         ],
         [4, 1],
         [SECOND, PRODUCER],

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from attn.kernels.dense.hopper_launch import COLUMNS, HopperVariants, asked, is_planned
+import torch
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from attn.kernels.dense.hopper_launch import COLUMNS, Descriptors, asked, is_planned
+from attn.kernels.dense.tensors import DenseLayer, DenseTensors
 from attn.kernels.latent.hopper_narrow.kernel import hopper_mla_narrow_kernel
 from attn.kernels.latent.hopper_wide.fold import fold_cuts_kernel
 from attn.kernels.latent.hopper_wide.kernel import hopper_mla_kernel
+from attn.kernels.latent.variants import check_tensors, plan_constants
 from builders.latent.choice import latent_kernel_of
 from builders.launch.call import LaunchOptions
 from builders.launch.launcher import Launch, Launcher
+from builders.launch.variants import Variants
 from builders.splitkv.record import PLAN_POINTERS, SplitPlan, area_of
 from specs.base import cdiv, power_of_two
 from specs.devices import DeviceKind
 from specs.engine import DecodeKernel
+from specs.layouts import KVViews
 
 if TYPE_CHECKING:
-    from attn.kernels.dense.tensors import DenseLayer, DenseTensors
+    from attn.kernels.latent.tensors import LatentLayer, LatentTensors
     from builders.dense.record import TritonAttentionMetadata
 
 FINISH_CELLS = 2048
 """Elements of a state that the program which finishes a work item folds at a time."""
 SLICE = 4
 """Query rows of a cut work item that one program folds."""
+UNIT_BYTES = 16
+"""Bytes that a thread loads at a time."""
+UNIT = UNIT_BYTES // 2
+"""16-bit elements of so many bytes."""
 _WIDTH = 512
 
 
@@ -66,25 +76,36 @@ def check_serves(
             )
 
 
-class HopperLatentLauncher(HopperVariants[SplitPlan]):
-    """The Hopper decode launches of one latent layer; no step falls back to the portable kernel."""
+class HopperLatentLauncher:
+    """The Hopper decode launches of one latent layer; no step falls back to the portable kernel.
 
-    def __init__(self, layer: DenseLayer) -> None:
+    To checks and choices, which dense layers share, the layer has one KV head: its key is the whole
+    row of the cache, its value the row's latent part.
+    """
+
+    def __init__(self, layer: LatentLayer) -> None:
         """
         Args:
             layer: the constants of the layer.
         """
-        super().__init__(layer)
-        self._folds: dict[Launcher, Launcher] = {}
+        self._latent = layer
+        self._width = layer.rank + layer.rope_size
+        self._layer = DenseLayer(
+            *(layer.num_heads, 1, self._width, layer.rank, layer.scale, layer.cache_dtype),
+            causal=True,
+            sliding_window=layer.sliding_window,
+        )
+        self._is_quantized = layer.cache_dtype.is_quantized
+        self._variants: Variants[tuple[Launcher, Launcher | None]] = Variants()
+        self._descriptors = Descriptors()
 
     def launches(
         self,
         plan: SplitPlan,
         step: TritonAttentionMetadata,
-        tensors: DenseTensors,
+        tensors: LatentTensors,
         varying: dict[str, Any],
-        key: tuple[Any, ...],
-        check: Callable[[], Mapping[str, Any]],
+        variant: tuple[Any, ...],
     ) -> tuple[Launch, ...]:
         """The launches of a step in their order.
 
@@ -95,62 +116,69 @@ class HopperLatentLauncher(HopperVariants[SplitPlan]):
             plan: the plan of the step.
             step: the builder's record.
             tensors: the tensors of the forward.
-            varying: arguments that differ from call to call, by name.
-            key: the variant key of the tensors.
-            check: checks the arguments and gives the plan's constants; called once per variant.
+            varying: arguments that differ from call to call, by the portable kernel's names; the
+                arguments that only the Hopper kernels have are added.
+            variant: the variant key.
 
         Raises:
-            ValueError: the kernel does not serve the layer.
+            ValueError: the kernel does not serve the layer, or the tensors do not fit it.
         """
-        attends = self.bind(plan, step, tensors, varying, key, check)
-        if attends is None:
-            raise ValueError("the plan is for the Hopper kernel, which does not serve the layer")
-        if not plan.depends_on_batch:
-            return (attends,)
-        fold = self._folds.get(attends.launcher)
+        hopper = plan.hopper
+        assert hopper is not None
+        attends, fold = self._variants.of(variant, lambda: self._new_launchers(plan, step, tensors))
+        query, rotary = _in_units(tensors.query), _in_units(tensors.rotary)
+        (query_token, query_head, _), (rotary_token, rotary_head, _) = (
+            query.stride(),
+            rotary.stride(),
+        )
+        varying["num_rows"] = tensors.output.shape[0]
+        varying["query_ptr"], varying["rotary_ptr"] = query, rotary
+        varying["query_token"], varying["query_head"] = query_token // UNIT, query_head // UNIT
+        varying["rotary_token"], varying["rotary_head"] = rotary_token // UNIT, rotary_head // UNIT
+        varying["k_desc"] = self._described("k", tensors, (1, hopper.run, COLUMNS))
+        programs = plan.groups * plan.heads
         if fold is None:
-            fold = self._folds[attends.launcher] = _new_fold(plan, attends.launcher, tensors)
-        slices = cdiv(plan.tile.tile_heads * plan.tile.query_tokens, SLICE)
-        return attends, fold.bind((plan.groups * plan.heads * slices,), varying)
-
-    def _static(self, plan: SplitPlan) -> tuple[Any, ...]:
-        return plan.static
-
-    def _add_varying(
-        self,
-        plan: SplitPlan,
-        fixed: Mapping[str, Any],
-        tensors: DenseTensors,
-        varying: dict[str, Any],
-    ) -> int:
-        assert plan.hopper is not None
-        rows = varying["key_ptr"][:, :, 0]
-        varying["k_desc"] = self._descriptors.of("k", rows, (1, plan.hopper.run, COLUMNS))
-        if plan.depends_on_batch:
-            varying["cache_ptr"] = rows
-        else:
             # The rotary part of e4m3 rows is 32 words of two elements; else it is 64 elements.
-            words = COLUMNS // 2 if self._layer.cache_dtype.is_quantized else COLUMNS
-            rope = (1, plan.hopper.run, words)
-            varying["rope_desc"] = self._descriptors.of("rope", rows, rope)
-        varying["plan"] = plan.pointers
-        return plan.groups * plan.heads
+            words = COLUMNS // 2 if self._is_quantized else COLUMNS
+            varying["rope_desc"] = self._described("rope", tensors, (1, hopper.run, words))
+            varying["k_scale_ptr"] = tensors.k_scale
+            return (attends.bind((programs,), varying),)
+        varying["cache_ptr"] = tensors.latent
+        slices = cdiv(plan.tile.tile_heads * plan.tile.query_tokens, SLICE)
+        return attends.bind((programs,), varying), fold.bind((programs * slices,), varying)
 
-    def _new_launcher(
-        self,
-        plan: SplitPlan,
-        step: TritonAttentionMetadata,
-        tensors: DenseTensors,
-        constants: Mapping[str, Any],
-        varying: Mapping[str, Any],
-    ) -> Launcher | None:
-        check_serves(self._layer, plan, step, tensors)
-        output, lse, rows = tensors.output, tensors.lse, tensors.keys.key
+    def _described(
+        self, name: str, tensors: LatentTensors, box: tuple[int, ...]
+    ) -> TensorDescriptor:
+        """The descriptor of the cache's whole rows, kept in ``tensors.rows``."""
+        assert tensors.rows is not None
+        known = tensors.rows.described
+        found = known.get((name, box))
+        if found is None:
+            rows = self._whole(tensors)
+            words = rows.view(torch.int16) if self._is_quantized else rows
+            found = known[name, box] = self._descriptors.of(name, words, box)
+        return found
+
+    def _whole(self, tensors: LatentTensors) -> torch.Tensor:
+        """The cache's whole rows, ``[N, P, L + r]``."""
+        latent = tensors.latent
+        return latent.as_strided((*latent.shape[:2], self._width), latent.stride())
+
+    def _new_launchers(
+        self, plan: SplitPlan, step: TritonAttentionMetadata, tensors: LatentTensors
+    ) -> tuple[Launcher, Launcher | None]:
+        """The launchers of a variant: of the kernel that attends, and of the fold if it has one."""
+        check_tensors(self._latent, plan, step, tensors)
+        constants, rows = plan_constants(plan), self._whole(tensors)
+        keys = KVViews(rows[:, :, None], tensors.latent[:, :, None])
+        scale = tensors.k_scale
+        given = DenseTensors(tensors.query, keys, tensors.output, scale, scale, lse=tensors.lse)
+        check_serves(self._layer, plan, step, given)
+        output, lse = tensors.output, tensors.lse
         assert plan.hopper is not None
         fixed = {name: constants[name] for name in _PLANNED}
         fixed |= {
-            "QUERY_TOKEN": tensors.query.stride(0),
-            "QUERY_HEAD": tensors.query.stride(1),
             "OUT_TOKEN": output.stride(0),
             "OUT_HEAD": output.stride(1),
             "LSE_TOKEN": 0 if lse is None else lse.stride(0),
@@ -169,30 +197,43 @@ class HopperLatentLauncher(HopperVariants[SplitPlan]):
                 "EARLY": plan.tile.head_tiles == 1,
                 "PREFETCH": plan.heads > 1 and rows.stride(1) == rows.shape[-1],
             }
-            return Launcher(
+            attends = Launcher(
                 hopper_mla_kernel,
                 fixed,
                 (*_VARYING, "cache_ptr"),
                 groups=_PLAN,
                 options=LaunchOptions(num_warps=4, waits=True),
             )
+            return attends, _new_fold(plan, attends, output)
         fixed |= {name: constants[name] for name in _SEGMENTED} | {
             "AREA": area_of(plan.slots, plan.segment_groups, plan.head_loops),
             "STAGES": plan.hopper.num_stages,
-            "E4M3": self._layer.cache_dtype.is_quantized,
+            "E4M3": self._is_quantized,
             "FINISH_WIDTH": min(_WIDTH, FINISH_CELLS // constants["FINISH_ROWS"]),
         }
-        names = (*_VARYING, "k_scale_ptr", "rope_desc")
-        return Launcher(
+        attends = Launcher(
             hopper_mla_narrow_kernel,
             fixed,
-            names,
+            (*_VARYING, "k_scale_ptr", "rope_desc"),
             groups=_PLAN,
             options=LaunchOptions(num_warps=8, waits=True),
         )
+        return attends, None
 
 
-def _new_fold(plan: SplitPlan, attends: Launcher, tensors: DenseTensors) -> Launcher:
+def _in_units(part: torch.Tensor) -> torch.Tensor:
+    """A part of the queries, copied if its rows do not start at multiples of 16 bytes.
+
+    The kernels load 16 bytes at a time, and take strides in these units. An engine's queries have
+    such rows; a slice of an odd tensor may not.
+    """
+    token, head, _ = part.stride()
+    if (part.data_ptr() % UNIT_BYTES) | (token % UNIT) | (head % UNIT):
+        return part.clone(memory_format=torch.contiguous_format)
+    return part
+
+
+def _new_fold(plan: SplitPlan, attends: Launcher, output: torch.Tensor) -> Launcher:
     """The launcher of the fold that runs after ``attends``, with the constants they share."""
     shared = ("HEADS", "HEAD_LOOPS", "GROUP", "TILE_HEADS", "QUERY_TOKENS", *_OUTPUTS)
     fixed = {name: attends.arguments[name] for name in shared}
@@ -200,7 +241,7 @@ def _new_fold(plan: SplitPlan, attends: Launcher, tensors: DenseTensors) -> Laun
         "groups": plan.groups,
         "GROUPS": power_of_two(plan.groups),
         "SLICE": SLICE,
-        "WAITS": tensors.output.is_cuda,
+        "WAITS": output.is_cuda,
     }
     names = ("out_ptr", "lse_ptr", "plan")
     return Launcher(fold_cuts_kernel, fixed, names, groups=_PLAN, options=LaunchOptions(waits=True))
@@ -212,10 +253,11 @@ _PLANNED = ("HEADS", "HEAD_LOOPS", "TILE_HEADS", "QUERY_TOKENS")
 _SEGMENTED = ("groups", "SLOTS", "SEGMENT_GROUPS", "SEGMENT_UNIT", "KV_TILE", "FINISH_ROWS")
 _VARYING = (
     "k_desc",
-    "query_ptr",
+    *("query_ptr", "rotary_ptr", "query_token", "query_head", "rotary_token", "rotary_head"),
     "out_ptr",
     "lse_ptr",
     "table_ptr",
     "plan",
     "table_row",
+    "num_rows",
 )

@@ -10,7 +10,9 @@ from attn.kernels.dense.hopper_decode.parts import FIELDS, share_at
 from attn.kernels.dense.hopper_decode.producer import pages_of
 from attn.kernels.dense.hopper_prefill.scheduler import wide
 from attn.kernels.lang.compat import async_load
+from attn.kernels.lang.opaque import opaque_zero
 from attn.kernels.latent.hopper_wide.parts import BLOCK, cut_at
+from attn.kernels.latent.structures import clear_padding
 
 
 @gluon.jit
@@ -76,8 +78,10 @@ def _prefetch(
 
 
 @gluon.jit
-def produce_latents(cache, ring, plan):
-    """Load the latent rows of the program's share, tile after tile.
+def produce_latents(num_rows, cache, ring, plan, out, HEADS: gl.constexpr):
+    """Load the latent rows of the program's share, tile after tile; then clear padding.
+
+    The producer is done before the consumers are, so that padding costs no time.
 
     Each of a tile's two blocks comes in the order in which consumers need it: rope, left half,
     right half.
@@ -106,3 +110,4 @@ def produce_latents(cache, ring, plan):
             turn += 1
         begin = 0
         fields = plan.rows_ptr + ((r + 1) // plan.HEAD_LOOPS) * FIELDS
+    clear_padding(num_rows, plan, out, opaque_zero(), HEADS)
