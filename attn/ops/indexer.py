@@ -155,7 +155,7 @@ def index_launches(
 
 
 def _tile_for(q_index: torch.Tensor) -> IndexTile:
-    """The launch record of :func:`paged_index_logits` for these queries."""
+    """The launch record of logits of these queries."""
     if not runs_gluon(q_index.device):
         return IndexTile()
     kind, dtype = device_facts(q_index.device).kind, DType.parse(q_index.dtype)
@@ -208,7 +208,7 @@ def ragged_index_logits(
     launch(
         ragged_logits_call(
             *(q_index, weights, IndexerKeys(data, scale), starts, ends, logits),
-            tile or IndexTile(),
+            tile or _tile_for(q_index),
             hardware_e4m3=converts_float8(q_index.device),
         )
     )
@@ -262,6 +262,17 @@ def select_topk(
     from builders.launch.launcher import launch
 
     launch(select_topk_call(*given, tile or IndexTile()))
+
+
+def select_widths(longest: int) -> tuple[int, ...]:
+    """Widths of logits for a warm-up of :func:`select_topk`.
+
+    Together with a launch over the shortest rows they compile every variant.
+
+    Args:
+        longest: most logits of a row.
+    """
+    return (longest,) if longest > IndexTile().select_short else ()
 
 
 def _check_pages(kv_cache: torch.Tensor, width: int) -> None:

@@ -46,6 +46,16 @@ INDEX_PAGES: Final = 16
 """Most pages of a program of the indexer, which loads its queries once for all of them."""
 INDEX_PROGRAMS: Final = 8
 """Programs of the indexer that each multiprocessor has at least, before any takes several pages."""
+INDEX_KEYS: Final = 256
+"""Gathered keys of a tile of the indexer."""
+MOST_INDEX_TOKENS: Final = 128
+"""Most query tokens of a program that scores gathered keys."""
+FEWEST_INDEX_TOKENS: Final = 64
+"""Fewest of them, if there are so many: ahead of its first product a program takes as long as for
+about ten tokens."""
+INDEX_ROUNDS: Final = 8
+"""Tiles of gathered keys that each multiprocessor has at least, before any program takes more query
+tokens. Half of them are of keys that no token sees, if prompts are new."""
 MOST_IDLE: Final = 1.1
 """Ratio beyond which lists are cut between programs by tiles.
 
@@ -215,7 +225,9 @@ def index_tile_of(kind: DeviceKind, dtype: DType, num_heads: int, width: int) ->
         and num_heads <= MOST_INDEX_ROWS
         and width == INDEX_WIDTH
     )
-    return IndexTile(hopper_pages=INDEX_PAGES if serves else 0)
+    if not serves:
+        return IndexTile()
+    return IndexTile(hopper_pages=INDEX_PAGES, hopper_rows=MOST_INDEX_TOKENS)
 
 
 def index_pages(tile: IndexTile, multiprocessors: int, num_rows: int, blocks: int) -> int:
@@ -231,6 +243,26 @@ def index_pages(tile: IndexTile, multiprocessors: int, num_rows: int, blocks: in
     """
     pages = min(tile.hopper_pages, num_rows * blocks // (INDEX_PROGRAMS * multiprocessors))
     return 1 << (max(pages, 1).bit_length() - 1)
+
+
+def index_tokens(tile: IndexTile, multiprocessors: int, num_rows: int, most_keys: int) -> int:
+    """Query tokens of a program of the indexer's Hopper kernel over gathered keys.
+
+    No bit of a result depends on the number, and the kernel is compiled once for all numbers.
+
+    Args:
+        tile: tile of the indexer, with the most rows.
+        multiprocessors: multiprocessors of the device.
+        num_rows: rows of the launch.
+        most_keys: most keys of a row.
+    """
+    tokens, tiles = tile.hopper_rows, cdiv(most_keys, INDEX_KEYS)
+    while (
+        tokens > FEWEST_INDEX_TOKENS
+        and cdiv(num_rows, tokens) * tiles < INDEX_ROUNDS * multiprocessors
+    ):
+        tokens //= 2
+    return tokens
 
 
 def index_sizes(

@@ -282,8 +282,16 @@ class IndexTile:
     Otherwise they are multiplied as fp16, exactly."""
     hopper_pages: int = 0
     """Most pages of a program of the Hopper kernel; 0 gives all rows to the portable kernel."""
+    hopper_rows: int = 0
+    """Most rows of queries that a program of the Hopper kernel scores over gathered keys; 0 gives
+    all rows to the portable kernel. The Hopper kernel multiplies e4m3 as e4m3."""
+    hopper_group: int = 4
+    """Rows of queries that the Hopper kernel loads together; their products follow each other
+    without a pause."""
+    hopper_stages: int = 4
+    """Groups of rows that are under way in the Hopper kernel, a power of two."""
     select_short: int = 4096
     """Logits of a short row, which the selection keeps in registers."""
     select_long: int = 16384
     """Most logits of a row that the selection keeps in registers, and a step over longer rows."""
-    select_warps: int = 16
+    select_warps: int = 8

@@ -100,6 +100,9 @@ def index_calls(dtype: torch.dtype, tile: IndexTile, hardware: bool) -> dict[str
         "selection": select_topk_call(
             logits, lens, torch.empty(rows, TOPK).int(), None, RequestPages(table), None, tile
         ),
+        "selection of long rows": select_topk_call(
+            torch.empty(rows, 4097), lens, torch.empty(rows, TOPK).int(), None, None, None, tile
+        ),
         "keys": write_keys_call(
             torch.empty(rows, 128).bfloat16(),
             cache,
@@ -140,7 +143,8 @@ def chosen(target: int) -> dict[str, KernelCall]:
     if target == 90:
         tile = index_tile_of(DeviceKind.SM90, DType.FLOAT8_E4M3FN, 64, 128)
         calls = index_calls(torch.float8_e4m3fn, tile, hardware=True)
-        found["paged logits e4m3 hopper"] = calls["paged logits"]
+        for what in ("paged logits", "ragged logits"):
+            found[f"{what} e4m3 hopper"] = calls[what]
     return found
 
 
@@ -166,7 +170,7 @@ def tested(target: int) -> dict[str, KernelCall]:
     kept = ("8 heads 4096 rows", "128 heads", "logits e4m3", "selection e4m3", "keys e4m3")
     if target != 90:
         kept = ("656 8 heads 4096 rows", "bf16 8 heads 4096 rows", "logits e4m3", "selection e4m3")
-    kept += ("of a rank e4m3", "of all ranks e4m3")
+    kept += ("of long rows e4m3", "of a rank e4m3", "of all ranks e4m3")
     return {name: call for name, call in chosen(target).items() if any(k in name for k in kept)}
 
 

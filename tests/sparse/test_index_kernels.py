@@ -15,6 +15,7 @@ from attn.ops.indexer import (
     paged_index_logits,
     ragged_index_logits,
     select_topk,
+    select_widths,
     write_index_keys,
 )
 from attn.testing import oracle
@@ -311,6 +312,34 @@ def test_positions_become_slots_or_are_moved() -> None:
             block = int(table[requests[row], position // 64])
             assert int(slots[row, entry]) == block * 64 + position % 64
             assert int(moved[row, entry]) == position + int(offsets[row])
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("spread", ["even", "normal", "from 1e-38 to 1e38", "few values"])
+def test_any_spread_of_logits_is_searched(spread: str) -> None:
+    generator = torch.Generator().manual_seed(7)
+    shape = (3, 250)
+    made = {
+        "even": lambda: torch.rand(shape, generator=generator) + 1000,
+        "normal": lambda: torch.randn(shape, generator=generator),
+        "from 1e-38 to 1e38": lambda: (
+            torch.randn(shape, generator=generator).sign()
+            * 10.0 ** (76 * torch.rand(shape, generator=generator) - 38)
+        ),
+        "few values": lambda: torch.randint(-1, 2, shape, generator=generator) * 3e38,
+    }
+    logits = made[spread]()
+    for topk in (1, 40, 249):
+        out = torch.zeros(3, topk, dtype=torch.int32)
+        select_topk(logits, torch.full((3,), 250, dtype=torch.int32), out, tile=SMALL)
+        for row in range(3):
+            assert out[row].tolist() == by_sorting(logits[row].tolist(), topk)
+
+
+def test_a_warm_up_selects_from_long_rows_where_rows_can_be_long() -> None:
+    short = IndexTile().select_short
+    assert select_widths(short) == ()
+    assert select_widths(short + 1) == (short + 1,)
 
 
 def test_the_whole_selection_is_that_of_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,15 @@ import torch
 
 from builders.buffers import GraphBuffers
 from builders.sparse import launches as sparse_launches
-from builders.sparse.hopper_tiles import HopperOptions, index_pages, index_sizes, index_tile_of
+from builders.sparse.hopper_tiles import (
+    HopperOptions,
+    index_pages,
+    index_sizes,
+    index_tile_of,
+    index_tokens,
+)
 from builders.sparse.launches import SparseLaunches
-from builders.sparse.tiles import HopperSparseTile, NarrowSparseTile, SparseShape
+from builders.sparse.tiles import HopperSparseTile, IndexTile, NarrowSparseTile, SparseShape
 from specs.devices import KNOWN_DEVICES, DeviceKind
 from specs.dtypes import DType
 from specs.rows import LatentFormat
@@ -119,6 +125,17 @@ def test_programs_of_logits_take_pages_once_there_are_many(
 
 
 @pytest.mark.parametrize(
+    ("rows", "keys", "tokens"),
+    [(16384, 4096, 128), (8192, 4096, 64), (2048, 4096, 64), (100, 4096, 64), (4096, 12288, 128)],
+)
+def test_programs_of_logits_take_tokens_once_there_are_many(
+    rows: int, keys: int, tokens: int
+) -> None:
+    tile = index_tile_of(DeviceKind.SM90, DType.FLOAT8_E4M3FN, 64, 128)
+    assert index_tokens(tile, 132, rows, keys) == tokens
+
+
+@pytest.mark.parametrize(
     ("kind", "dtype", "heads", "width"),
     [
         (DeviceKind.SM100, DType.FLOAT8_E4M3FN, 64, 128),
@@ -130,7 +147,7 @@ def test_programs_of_logits_take_pages_once_there_are_many(
 def test_what_the_kernel_for_hopper_does_not_serve_goes_to_the_plain_one(
     kind: DeviceKind, dtype: DType, heads: int, width: int
 ) -> None:
-    assert index_tile_of(kind, dtype, heads, width).hopper_pages == 0
+    assert index_tile_of(kind, dtype, heads, width) == IndexTile()
 
 
 @pytest.mark.parametrize(

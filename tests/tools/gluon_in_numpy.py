@@ -9,6 +9,7 @@ compiles and a GPU check them.
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 import threading
@@ -29,8 +30,8 @@ from builders.launch.call import KernelCall
 PATIENCE = 10
 """Seconds that a thread waits at a barrier before it counts as a deadlock."""
 _here = threading.local()
-_memory = {"programs": 1}
-"""The number of programs in the launch."""
+_memory: dict[str, tuple[int, ...]] = {"grid": (1,)}
+"""The numbers of programs in the dimensions of the launch."""
 _lag = {"share": 0.0}
 """Share of the loads into shared memory that arrive late."""
 LATE = 0.03
@@ -239,7 +240,7 @@ class Tiles(Memory):
         stages, rows, columns = self.shape
         boxes, width = self.array, self.array.shape[-1]
         # The allocation may have more boxes, for another purpose.
-        used = stages * rows * (columns // (2 * width if self.is_e4m3 else width))
+        used = stages * rows * (columns // (boxes.itemsize * width if self.is_e4m3 else width))
         tile = Tile(boxes.reshape(-1, width)[:used].reshape(stages, -1, rows, width)[int(i)])
         return Memory(_e4m3(tile.array)) if self.is_e4m3 else tile
 
@@ -442,6 +443,12 @@ def _constant(x: Any, length: int) -> Any:
     return x
 
 
+def _program(axis: int) -> int:
+    """The number of the program that runs, in one dimension of the grid."""
+    grid = _memory["grid"]
+    return int(_here.program) // math.prod(grid[:axis]) % grid[axis]
+
+
 _GLUON = types.SimpleNamespace(
     **{f"{name}Layout": _nothing for name in _LAYOUTS.split()},
     **{name: getattr(np, name) for name in ("int16", "int32", "int64", "uint8", "uint32")},
@@ -465,6 +472,7 @@ _GLUON = types.SimpleNamespace(
     minimum=lambda x, y: value(np.minimum(x, y)),
     clamp=lambda x, low, high, propagate_nan: value(np.clip(x, low, high)),
     max=lambda x, axis: value(np.max(np.asarray(x), axis)),
+    min=lambda x, axis: value(np.min(np.asarray(x), axis)),
     sum=lambda x, axis: value(np.sum(np.asarray(x), axis)),
     abs=np.abs,
     exp2=lambda x: value(np.exp2(np.asarray(x))),
@@ -483,8 +491,8 @@ _GLUON = types.SimpleNamespace(
     multiple_of=_multiple_of,
     max_contiguous=_contiguous,
     max_constancy=_constant,
-    program_id=lambda axis: value(np.int32(_here.program)),
-    num_programs=lambda axis: value(np.int32(_memory["programs"])),
+    program_id=lambda axis: value(np.int32(_program(axis))),
+    num_programs=lambda axis: value(np.int32(_memory["grid"][axis])),
     allocate_shared_memory=_allocate,
     warp_specialize=_warp_specialize,
 )
@@ -618,7 +626,7 @@ def take_over(
             launch(call)
             return
         calls.append(call)
-        programs = list(range(call.grid[0]))
+        programs = list(range(math.prod(call.grid)))
         random.Random(len(calls)).shuffle(programs)
         run(call, programs, translation)
 
@@ -636,7 +644,7 @@ def run(call: KernelCall, programs: Sequence[int], translation: Translation) -> 
     function = translation.function(call.kernel)
     arguments = _arguments(call.arguments)
     for _here.program in programs:
-        _memory["programs"] = call.grid[0]
+        _memory["grid"] = call.grid
         _here.is_open = not call.waits
         function(**arguments)
         assert _is_open(), "a partition does not wait"

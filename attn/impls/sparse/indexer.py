@@ -14,6 +14,7 @@ from attn.ops.indexer import (
     paged_index_logits,
     ragged_index_logits,
     select_topk,
+    select_widths,
     write_index_keys,
 )
 from attn.ops.rank_topk import merge_candidates, pack_candidates
@@ -124,9 +125,9 @@ class SparseIndexer:
         """Compile every kernel variant that serving will need, by running small steps.
 
         A variant depends on heads and dtype of queries, the dtype of keys, the strides of the
-        cache, the builder's configuration, and the number of pages that a program takes. The small
-        steps cover every such number. Block 0 of the cache is read; the builder's buffers and the
-        front of the lists are overwritten.
+        cache, the builder's configuration, the number of pages that a program takes, and whether
+        rows of logits may be long. The launches cover all of that. Block 0 of the cache is read;
+        the builder's buffers and the front of the lists are overwritten.
 
         Args:
             query: ``[1, Hi, Di]`` of any content, in the dtype that will be served.
@@ -153,6 +154,10 @@ class SparseIndexer:
                 )
                 logits = weights.new_empty(rows, blocks * kv_cache.shape[1])
                 paged_index_logits(queries, weights, kv_cache, table, seen, seen, logits)
+            for width in select_widths(builder.vllm_config.max_model_len):
+                logits = torch.zeros(1, width, device=query.device)
+                seen = torch.zeros(1, dtype=torch.int32, device=query.device)
+                select_topk(logits, seen, self.topk_indices_buffer[:1])
 
         run_compiled(run_steps, builder.device)
 

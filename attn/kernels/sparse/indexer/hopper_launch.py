@@ -1,18 +1,24 @@
-"""The launch of the Hopper kernel for the indexer's logits."""
+"""The launches of the Hopper kernels for the indexer's logits."""
 
 from __future__ import annotations
 
 import torch
 import triton
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from attn.kernels.sparse.hopper_launch import ALIGNMENT
 from attn.kernels.sparse.indexer.hopper_logits import hopper_paged_logits_kernel
+from attn.kernels.sparse.indexer.hopper_ragged import hopper_ragged_logits_kernel
 from builders.device import device_facts
 from builders.launch.call import KernelCall
 from builders.sparse.arguments import IndexerKeys, RequestPages
-from builders.sparse.hopper_tiles import FEWEST_INDEX_ROWS, index_pages
+from builders.sparse.hopper_tiles import FEWEST_INDEX_ROWS, INDEX_KEYS, index_pages, index_tokens
 from builders.sparse.tiles import IndexTile
 from specs.base import cdiv
 from specs.rows import INDEXER_PAGE
+
+_KEY_BOX = 64
 
 
 def hopper_paged_logits_call(
@@ -66,3 +72,58 @@ def hopper_paged_logits_call(
     }
     grid = (cdiv(blocks, pages_per_program), rows)
     return KernelCall(hopper_paged_logits_kernel, grid, arguments, num_warps=4)
+
+
+def hopper_ragged_logits_call(
+    query: torch.Tensor,
+    weights: torch.Tensor,
+    keys: IndexerKeys,
+    starts: torch.Tensor,
+    ends: torch.Tensor,
+    logits: torch.Tensor,
+    tile: IndexTile,
+) -> KernelCall:
+    """The launch of the Hopper kernel, which replaces the portable one for tensors that it serves.
+
+    Args:
+        query: ``[T, Hi, 128]`` e4m3.
+        weights: ``[T, Hi]`` fp32.
+        keys: data ``[S, 128]`` e4m3 and scale ``[S]`` fp32 of the gathered keys.
+        starts: ``[T]`` int32, first key that each query token sees.
+        ends: ``[T]`` int32, one past the last.
+        logits: ``[T, M]`` fp32, written.
+        tile: how the launch cuts its work.
+    """
+    rows, heads, width = query.shape
+    padded = max(triton.next_power_of_2(heads), FEWEST_INDEX_ROWS)
+    group = tile.hopper_group
+    # Most keys that a token sees.
+    most = min(logits.shape[1], len(keys.data))
+    tokens = index_tokens(tile, device_facts(query.device).num_multiprocessors, rows, most)
+    arguments = {
+        "q_desc": _described(query.view(torch.uint8), (group, padded, width), width),
+        "weights_desc": _described(weights, (group, padded), 0),
+        "data_desc": _described(keys.data.view(torch.uint8), (_KEY_BOX, width), width),
+        "scale_ptr": keys.scale,
+        "starts_ptr": starts,
+        "ends_ptr": ends,
+        "logits_ptr": logits,
+        "num_rows": rows,
+        "num_keys": len(keys.data),
+        "tokens": tokens,
+        "logits_row": logits.stride(0),
+        "HEADS": padded,
+        "GROUP": group,
+        "STAGES": tile.hopper_stages,
+    }
+    grid = (cdiv(most, INDEX_KEYS), cdiv(rows, tokens))
+    return KernelCall(hopper_ragged_logits_kernel, grid, arguments, num_warps=4)
+
+
+def _described(rows: torch.Tensor, box: tuple[int, ...], swizzle: int) -> TensorDescriptor:
+    """Describe rows for TMA, which fills the parts of a box outside the tensor with zeros."""
+    layout = gl.NVMMASharedLayout(swizzle, 8 * rows.element_size(), len(box))
+    # A dimension of one element may have any stride, but TMA takes multiples of 16 bytes only.
+    outer = zip(rows.stride()[:-1], rows.shape, strict=False)
+    strides = [stride if count > 1 else ALIGNMENT for stride, count in outer]
+    return TensorDescriptor(rows, [*rows.shape], [*strides, 1], [*box], layout)

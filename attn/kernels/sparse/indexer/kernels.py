@@ -296,27 +296,51 @@ def _keys_of(logits):
 
 
 @triton.jit
-def _floor_in_registers(row, length, wanted, TILE: tl.constexpr):
-    """A key that ``wanted`` keys of a row reach, and fewer exceed, and how many at it are wanted.
+def _middle(low, high):
+    """The number between two int32, without overflow."""
+    return (low & high) + ((low ^ high) >> 1)
 
-    It is found bit by bit. The row is read once, and fits a tile in registers.
+
+@triton.jit
+def _added(a, b, c, d):
+    """The sums of two pairs, added element by element."""
+    return a + c, b + d
+
+
+@triton.jit
+def _floor_of(keys, there, length, wanted):
+    """A key that ``wanted`` of a row's keys reach, and fewer exceed, and how many at it are wanted.
+
+    The keys are in registers, fewer than 2 ** 15, and those that are not there are the least int32.
+    A search narrows the range of keys to a quarter by counting how many reach three keys inside.
+    Each round costs the time of one reduction over the program, whatever it counts: that is why it
+    does not halve the range, and why it ends as soon as a count is exact.
     """
-    at = tl.arange(0, TILE)
+    low = tl.min(tl.where(there, keys, 2147483647), 0)
+    high = tl.max(keys, 0) + 1
+    # As many keys reach ``low``.
+    reach = length
+    while (low + 1 < high) & (reach != wanted):
+        b = _middle(low, high)
+        a, c = _middle(low, b), _middle(b, high)
+        # One reduction for all three counts.
+        pair = (keys >= a).to(tl.int32) + (keys >= b).to(tl.int32) * 65536
+        pair, reach_c = tl.reduce((pair, (keys >= c).to(tl.int32)), 0, _added)
+        reach_a, reach_b = pair & 65535, pair >> 16
+        in_a, in_b, in_c = reach_a >= wanted, reach_b >= wanted, reach_c >= wanted
+        high = tl.where(in_c, high, tl.where(in_b, c, tl.where(in_a, b, a)))
+        low = tl.where(in_c, c, tl.where(in_b, b, tl.where(in_a, a, low)))
+        reach = tl.where(in_c, reach_c, tl.where(in_b, reach_b, tl.where(in_a, reach_a, reach)))
+    return low, wanted - tl.sum((keys > low).to(tl.int32), 0)
+
+
+@triton.jit
+def _loaded(row, length, TILE: tl.constexpr):
+    """The keys of a row that fits a tile, and which of them are there."""
+    there = tl.arange(0, TILE) < length
+    logits = tl.load(row + tl.arange(0, TILE), mask=there, other=float("nan"))
     # Keys that are not there are never larger than a key that is.
-    keys = _keys_of(tl.load(row + at, mask=at < length, other=float("nan")))
-    floor = tl.zeros([], tl.int32) + _LEAST_KEY
-    reached = wanted + 1
-    bit = tl.zeros([], tl.int32) + 31
-    # Where exactly as many keys as wanted reach the floor, further bits change nothing.
-    while (bit >= 0) & (reached != wanted):
-        # The order of int32 is that of its bits with the sign bit inverted: the first bit that is
-        # tried is 0 in the larger half.
-        trial = floor ^ (1 << bit)
-        count = tl.sum((keys >= trial).to(tl.int32), 0)
-        floor = tl.where(count >= wanted, trial, floor)
-        reached = tl.where(count >= wanted, count, reached)
-        bit -= 1
-    return floor, wanted - tl.sum((keys > floor).to(tl.int32), 0)
+    return _keys_of(logits), there
 
 
 @triton.jit
@@ -370,6 +394,19 @@ def _store_listed(at, taken, place, token, out, table, offsets_ptr, BLOCK_SIZE: 
     tl.store(out + place, listed, mask=taken)
 
 
+@triton.jit
+def _list_short(
+    row, length, wanted, token, out, table, offsets_ptr, TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """List the ``wanted`` largest logits of a row that fits a tile."""
+    keys, there = _loaded(row, length, TILE)
+    floor, level_wanted = _floor_of(keys, there, length, wanted)
+    taken, place = _places_of(keys, there, floor, level_wanted)
+    at = tl.arange(0, TILE)
+    _store_listed(at, taken, place, token, out, table, offsets_ptr, BLOCK_SIZE)
+
+
 @triton.jit(
     do_not_specialize=["logits_row", "table_row", "out_row"],
     do_not_specialize_on_alignment=[
@@ -397,8 +434,9 @@ def select_topk_kernel(
     """List the TOPK largest of a row's first ``length`` logits, by rising position; grid ``(T,)``.
 
     Among equal logits the lower positions are taken. The kernel first finds the smallest logit that
-    is taken: a row of at most LONG logits is kept in registers for that, in a tile of SHORT or of
-    LONG. Then it reads the row once more, in tiles of SHORT, and lists.
+    is taken: a row of at most LONG logits is kept in registers for that, in a tile of SHORT, half
+    of LONG or LONG. Then it lists, in tiles of SHORT; a row that is longer than that it reads once
+    more. With LONG 0 no row is longer than SHORT.
 
     The kernel writes positions; with ``table``, the slots of the positions; with ``offsets``,
     ``offsets[row]`` is added. The rest of a list is -1. Lists are ``[T, TOPK]``; lens, offsets and
@@ -421,21 +459,30 @@ def select_topk_kernel(
         _store_listed(place, there, place, token, out, table, offsets_ptr, BLOCK_SIZE)
     else:
         wanted = tl.zeros([], tl.int32) + TOPK
-        if length <= SHORT:
-            floor, level_wanted = _floor_in_registers(row, length, wanted, SHORT)
-        elif length <= LONG:
-            floor, level_wanted = _floor_in_registers(row, length, wanted, LONG)
+        # Two branches: Triton cannot join a constexpr and a comparison by "or".
+        if LONG == 0:  # noqa: SIM114
+            _list_short(row, length, wanted, token, out, table, offsets_ptr, SHORT, BLOCK_SIZE)
+        elif length <= SHORT:
+            _list_short(row, length, wanted, token, out, table, offsets_ptr, SHORT, BLOCK_SIZE)
         else:
-            floor, level_wanted = _floor_by_digits(row, length, wanted, SHORT)
-        listed = tl.zeros([], tl.int32)
-        for first in range(0, length, SHORT):
-            at = first + tl.arange(0, SHORT)
-            there = at < length
-            keys = _keys_of(tl.load(row + at, mask=there, other=0.0))
-            taken, place = _places_of(keys, there, floor, level_wanted)
-            _store_listed(at, taken, listed + place, token, out, table, offsets_ptr, BLOCK_SIZE)
-            level = tl.sum((there & (keys == floor)).to(tl.int32), 0)
-            level_wanted -= tl.minimum(level, level_wanted)
-            listed += tl.sum(taken.to(tl.int32), 0)
+            if length <= LONG // 2:
+                keys, there = _loaded(row, length, LONG // 2)
+                floor, level_wanted = _floor_of(keys, there, length, wanted)
+            elif length <= LONG:
+                keys, there = _loaded(row, length, LONG)
+                floor, level_wanted = _floor_of(keys, there, length, wanted)
+            else:
+                floor, level_wanted = _floor_by_digits(row, length, wanted, SHORT)
+            listed = tl.zeros([], tl.int32)
+            for first in range(0, length, SHORT):
+                at = first + tl.arange(0, SHORT)
+                there = at < length
+                keys = _keys_of(tl.load(row + at, mask=there, other=0.0))
+                taken, place = _places_of(keys, there, floor, level_wanted)
+                place += listed
+                _store_listed(at, taken, place, token, out, table, offsets_ptr, BLOCK_SIZE)
+                level = tl.sum((there & (keys == floor)).to(tl.int32), 0)
+                level_wanted -= tl.minimum(level, level_wanted)
+                listed += tl.sum(taken.to(tl.int32), 0)
     if out_lens_ptr is not None:
         tl.store(out_lens_ptr + token, tl.minimum(length, TOPK))

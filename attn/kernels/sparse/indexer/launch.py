@@ -164,6 +164,14 @@ def ragged_logits_call(
     hardware_e4m3: bool,
 ) -> KernelCall:
     """The launch of :func:`attn.ops.indexer.ragged_index_logits`, which explains the arguments."""
+    if tile.hopper_rows:
+        # Gluon is imported only where it is used.
+        from attn.kernels.sparse.hopper_launch import is_aligned
+        from attn.kernels.sparse.indexer.hopper_launch import hopper_ragged_logits_call
+
+        is_described = weights.dtype == torch.float32 and is_aligned(query, weights, keys.data)
+        if len(keys.data) and is_described:
+            return hopper_ragged_logits_call(query, weights, keys, starts, ends, logits, tile)
     arguments = _query_arguments(query, weights, tile, hardware_e4m3) | {
         "data_ptr": keys.data.view(torch.uint8),
         "scale_ptr": keys.scale,
@@ -209,7 +217,8 @@ def select_topk_call(
         "TOPK": topk,
         "WIDTH": triton.next_power_of_2(topk),
         "SHORT": tile.select_short,
-        "LONG": tile.select_long,
+        # Without longer rows the kernel needs few registers, and many programs fit the device.
+        "LONG": 0 if logits.shape[1] <= tile.select_short else tile.select_long,
         "BLOCK_SIZE": INDEXER_PAGE if pages is None else pages.block_size,
     }
     return KernelCall(select_topk_kernel, (len(out),), arguments, num_warps=tile.select_warps)
