@@ -1,6 +1,7 @@
 """The plugin in SGLang's own loader and argument parser, and what it refuses."""
 
 import argparse
+import json
 import subprocess
 import sys
 
@@ -19,6 +20,35 @@ def test_sglang_takes_the_name():
     given = parser.parse_args([*line.split(), "--attention-backend", "attn"])
     assert given.attention_backend == given.prefill_attention_backend == "attn"
     assert given.decode_attention_backend == "attn"
+
+
+LISTED = {
+    "GptOssForCausalLM": {"model_type": "gpt_oss", "num_local_experts": 2},
+    "Gemma3ForCausalLM": {"model_type": "gemma3_text"},
+}
+
+
+def arguments_of(folder, architecture, backend):
+    from sglang.srt.server_args import ServerArgs
+
+    config = {"architectures": [architecture], "dtype": "bfloat16", "num_hidden_layers": 2}
+    (folder / "config.json").write_text(json.dumps({**config, **LISTED[architecture]}))
+    given = {"page_size": 64, "device": "cpu", "skip_tokenizer_init": True}
+    args = ServerArgs(model_path=str(folder), attention_backend=backend, **given)
+    if hasattr(args, "resolve_once"):
+        # 0.5.16 adjusts its arguments when they are made.
+        args.resolve_once()
+    return args
+
+
+@pytest.mark.parametrize("architecture", LISTED)
+def test_models_whose_backends_sglang_lists_take_the_name(architecture, tmp_path):
+    assert arguments_of(tmp_path, architecture, "attn").attention_backend == "attn"
+
+
+def test_sglang_s_list_still_refuses_other_names(tmp_path):
+    with pytest.raises(AssertionError, match="requires one of"):
+        arguments_of(tmp_path, "GptOssForCausalLM", "flex_attention")
 
 
 def test_the_plugin_registers_once():

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version as installed_version
 from typing import Any, Final
 
@@ -15,6 +17,9 @@ FIRST: Final = (0, 5, 16)
 LAST: Final = (0, 5, 23)
 """First and last version of SGLang that the plugin serves; it is tested with both."""
 
+LISTED: Final = ("GptOss", "Gemma4")
+"""How the classes of those models are named that SGLang serves by listed backends alone."""
+ARGUMENTS: Final = "sglang.srt.arg_groups"
 DRAFTS: Final = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
 
 
@@ -56,6 +61,57 @@ def register_factory(name: str, make: Callable[[Any], Any]) -> None:
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
     register_attention_backend(name)(make)
+
+
+def serve_listed_models(name: str) -> None:
+    """Let the backend ``name`` pass for models whose backends SGLang lists by name.
+
+    SGLang takes only listed backends for gpt-oss and Gemma 4, whose layers have sinks, and keys
+    shared between layers. While it adjusts its arguments to such a model, ``name`` reads as
+    ``triton``, which is on both lists; what it serves with afterwards is ``name``.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def adjust(original: Callable[..., Any], args: Any) -> Any:
+        asked = (args.attention_backend, args.prefill_attention_backend)
+        if name not in (*asked, args.decode_attention_backend):
+            return original(args)
+        if not _architecture(args).startswith(LISTED):
+            return original(args)
+        module = _names_module()
+        real = module.attention_backends_of
+        module.attention_backends_of = lambda view: tuple(
+            "triton" if one == name else one for one in real(view)
+        )
+        try:
+            return original(args)
+        finally:
+            module.attention_backends_of = real
+
+    HookRegistry.register(_adjustment(), adjust, HookType.AROUND)
+
+
+def _adjustment() -> str:
+    """Path of the function that adjusts SGLang's arguments to a model."""
+    if importlib.util.find_spec(f"{ARGUMENTS}.model_hook") is None:
+        # 0.5.16
+        return "sglang.srt.server_args.ServerArgs._handle_model_specific_adjustments"
+    return f"{ARGUMENTS}.model_hook.handle_model_specific_adjustments"
+
+
+def _names_module() -> Any:
+    """The module where that function looks up the names of the backends."""
+    is_new = importlib.util.find_spec(f"{ARGUMENTS}.model_hook") is not None
+    return importlib.import_module(f"{ARGUMENTS}.{'model_hook' if is_new else 'overrides'}")
+
+
+def _architecture(args: Any) -> str:
+    """Class of a model; empty where SGLang fetches its configuration from elsewhere."""
+    overrides = importlib.import_module(f"{ARGUMENTS}.overrides")
+    # 0.5.16 has a method.
+    read = getattr(args, "get_model_config", None) or partial(overrides.model_config_of, args)
+    architectures = read().hf_config.architectures
+    return str(architectures[0]) if architectures else ""
 
 
 def serve_latent_models(name: str) -> None:

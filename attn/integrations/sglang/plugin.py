@@ -31,6 +31,7 @@ def register() -> None:
         return
     compat.register_factory(NAME, make_backend)
     compat.serve_latent_models(NAME)
+    compat.serve_listed_models(NAME)
     compat.serve_drafts(NAME, make_draft, make_backend)
     logger.info("attn-backends: --attention-backend %s is there, for dense and MLA models", NAME)
 
