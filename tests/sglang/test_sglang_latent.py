@@ -178,7 +178,7 @@ def test_expanded_keys_of_cached_tokens_are_refused():
 def test_a_sparse_model_is_refused():
     engine = LatentEngine()
     engine.runner.model_config.hf_text_config = SimpleNamespace(index_topk=2048)
-    with pytest.raises(ValueError, match="set --attention-backend dsa"):
+    with pytest.raises(ValueError, match="serves by one name alone"):
         type(engine.backend)(engine.runner)
 
 

@@ -61,7 +61,14 @@ MODELS: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
     "gpt_oss": (
         "GptOssForCausalLM",
         "GptOssConfig",
-        {**GROUPED, **WINDOWED, "num_local_experts": 4, "num_experts_per_tok": 2},
+        {
+            **GROUPED,
+            **WINDOWED,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            # SGLang asks for it; Transformers has this number in its code.
+            "swiglu_limit": 7.0,
+        },
     ),
     "deepseek_v3": (
         "DeepseekV3ForCausalLM",
@@ -266,6 +273,8 @@ def in_process(job: Mapping[str, Any], limit: float, gpu: str | None = None) -> 
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([*paths, *([known] if known else [])]),
+        # SGLang would wait a minute for dumps of a process that crashed.
+        "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
         **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}),
     }
     command = [sys.executable, "-m", "attn.bench.engine.slots", "job", json.dumps(dict(job))]

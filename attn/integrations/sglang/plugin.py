@@ -31,9 +31,12 @@ def register() -> None:
         return
     compat.register_factory(NAME, make_backend)
     compat.serve_latent_models(NAME)
-    compat.serve_listed_models(NAME)
+    compat.serve_sparse_models(sparse_class)
+    compat.adjust_arguments(NAME)
     compat.serve_drafts(NAME, make_draft, make_backend)
-    logger.info("attn-backends: --attention-backend %s is there, for dense and MLA models", NAME)
+    logger.info(
+        "attn-backends: --attention-backend %s is there, for dense, MLA and DSA models", NAME
+    )
 
 
 def make_backend(runner: Any) -> Any:
@@ -53,6 +56,13 @@ def make_backend(runner: Any) -> Any:
 
         return LatentBackend(runner)
     return DenseBackend(runner)
+
+
+def sparse_class() -> Any:
+    """The class of the backend of sparse latent layers."""
+    from attn.integrations.sglang.sparse import SparseBackend
+
+    return SparseBackend
 
 
 def make_draft(runner: Any, topk: int, num_steps: int) -> Any:
