@@ -82,6 +82,10 @@ MODELS: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
             "qk_nope_head_dim": 128,
             "v_head_dim": 128,
             "n_routed_experts": 8,
+            # Fields of real configurations that Transformers does not know.
+            "moe_layer_freq": 1,
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
             "n_group": 1,
             "topk_group": 1,
             "num_experts_per_tok": 2,
