@@ -48,7 +48,7 @@ class LatentEngine(Engine):
             kv_lora_rank=RANK, qk_rope_head_dim=ROPE, qk_nope_head_dim=NOPE, v_head_dim=VALUE,
         )  # fmt: skip
         self.backend = ATTENTION_BACKENDS["attn"](self.runner)
-        weight = torch.cat([self.w_uk, self.w_uv], 2).flatten(1).T
+        weight = torch.cat([self.w_uk, self.w_uv], 2).flatten(1).T.contiguous()
         self.module = SimpleNamespace(attn_mha=self.mha, kv_b_proj=SimpleNamespace(weight=weight))
         self.asked = []
 

@@ -161,7 +161,9 @@ def _make_sparse(theirs: Callable[[Any], Any], make: Callable[[], Any], runner: 
     module: Any = importlib.import_module("sglang.srt.layers.attention.dsa_backend")
     # The backends of draft models are made by this name, after that of the model.
     ours = module.DeepseekSparseAttnBackend = make()
-    return ours(runner)
+    from attn.integrations.sglang.backend import started
+
+    return started(ours(runner))
 
 
 def _adjustment() -> str:

@@ -28,6 +28,8 @@ from specs.layouts import KVViews
 
 BACKEND: Final = "TRITON_MLA"
 LATENT, EXPANDED = "latent", "expanded"
+MOST_WARM_ROWS: Final = 1024
+"""Most rows of absorbed prompts that a builder is made for before they come."""
 
 
 class LatentBackend(SlotBackend):
@@ -213,18 +215,36 @@ class LatentBackend(SlotBackend):
     def _impl(self, layer: Any) -> Any:
         impl = self._impls.get(layer)
         if impl is None:
-            impl_cls: Any = AttentionBackendEnum[BACKEND].get_class().get_impl_cls()
-            impl = self._impls[layer] = impl_cls(
-                *(layer.tp_q_head_num, self._rank + self._rope, layer.scaling, 1),
-                *(None, None, self._cache, None, "decoder", None),
-                kv_lora_rank=self._rank,
-                qk_nope_head_dim=self._nope,
-                qk_rope_head_dim=self._rope,
-                qk_head_dim=self._nope + self._rope,
-                v_head_dim=self._value,
-                kv_b_proj=_no_projection,
-            )
+            impl = self._impls[layer] = self._new_impl(layer)
         return impl
+
+    def _new_impl(self, layer: Any) -> Any:
+        impl_cls: Any = AttentionBackendEnum[BACKEND].get_class().get_impl_cls()
+        return impl_cls(
+            *(layer.tp_q_head_num, self._rank + self._rope, layer.scaling, 1),
+            *(None, None, self._cache, None, "decoder", None),
+            kv_lora_rank=self._rank,
+            qk_nope_head_dim=self._nope,
+            qk_rope_head_dim=self._rope,
+            qk_head_dim=self._nope + self._rope,
+            v_head_dim=self._value,
+            kv_b_proj=_no_projection,
+        )
+
+    def warm_up_layers(self) -> None:
+        """See the base class; all latent layers of a model are alike."""
+        layer, dtype = self.layers[0], self.facts.dtype
+        impl = self._new_impl(layer)
+        heads, columns = impl.num_heads, self._nope + self._value
+        blank = torch.zeros(heads * columns, self._rank, dtype=dtype, device=self.facts.device)
+        impl.kv_b_proj = Projections(blank)
+        impl.process_weights_after_loading(dtype)
+        rows = power_of_two(min(self._most[1], MOST_WARM_ROWS))
+        for builder in (
+            self._builder(self.max_reqs, 1, by_row=False),
+            self._builder(rows, rows, by_row=True),
+        ):
+            impl.warm_up(self._scales, self._pages(layer), builder, dtype)
 
     def _write(
         self,

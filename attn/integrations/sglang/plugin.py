@@ -40,7 +40,7 @@ def register() -> None:
 
 
 def make_backend(runner: Any) -> Any:
-    """The backend of a model; SGLang calls it once for each of its runners.
+    """The backend of a model, warmed up; SGLang calls it once for each of its runners.
 
     Args:
         runner: SGLang's ``ModelRunner``.
@@ -49,13 +49,14 @@ def make_backend(runner: Any) -> Any:
         ValueError: the engine or the model asks for something that is not served; the message has
             every reason, and what to set.
     """
+    from attn.integrations.sglang.backend import started
     from attn.integrations.sglang.dense import DenseBackend
 
     if runner.use_mla_backend:
         from attn.integrations.sglang.latent import LatentBackend
 
-        return LatentBackend(runner)
-    return DenseBackend(runner)
+        return started(LatentBackend(runner))
+    return started(DenseBackend(runner))
 
 
 def sparse_class() -> Any:

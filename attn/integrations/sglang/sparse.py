@@ -13,6 +13,7 @@ import torch
 from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 
+from attn.impls.warm import run_compiled
 from attn.integrations.sglang import checks, compat
 from attn.integrations.sglang.backend import log_served
 from attn.ops.sparse_mla import sparse_mla
@@ -20,7 +21,7 @@ from builders.buffers import GraphBuffers
 from builders.device import device_facts, runs_gluon
 from builders.sparse.arguments import ListedRows
 from builders.sparse.hopper_tiles import sparse_kernel_of
-from builders.sparse.launches import SparseLaunches
+from builders.sparse.launches import SparseLaunch, SparseLaunches
 from builders.sparse.tiles import SparseShape
 from specs.dtypes import DType
 from specs.engine import PrefillKernel
@@ -65,24 +66,50 @@ class ListedAttention:
         Returns:
             ``[T, H, L]``; zero for an empty list.
         """
-        rank, layout = self.shape.rank, self.shape.layout
-        out = query.new_empty(*query.shape[:2], rank)
-        if layout is not LatentFormat.BF16:
-            rows = rows.view(torch.uint8)
-        cache = rows.view(1, len(rows), rows.shape[-1])
-        launches = self._on(query.device)
-        first = 0
+        out = query.new_empty(*query.shape[:2], self.shape.rank)
+        launches, first = self._on(query.device), 0
         while first < len(query):
             count = min(len(query) - first, self.most_rows)
             launch = launches.of(count, PHASE)
             part = slice(first, first + min(count, launch.rows))
-            listed = ListedRows(cache, layout, slots[part], None, None)
-            given = query[part]
-            sparse_mla(
-                *(given[..., :rank], given[..., rank:], listed, scale, out[part]), launch=launch
-            )
+            self._attend((query[part], slots[part], out[part]), rows, scale, launch)
             first = part.stop
         return out
+
+    def warm_up(self, rows: torch.Tensor, scale: float) -> None:
+        """Compile every kernel variant that serving will need, by lists that name no slot.
+
+        Args:
+            rows: a layer's pool, which is neither read nor written.
+            scale: multiplies q.k.
+        """
+        shape, device = self.shape, rows.device
+        width = shape.rank + shape.rope_size
+        query = torch.zeros(1, shape.num_heads, width, dtype=self.dtype, device=device)
+        slots = torch.full((1, shape.topk), -1, dtype=torch.int32, device=device)
+        out = query.new_empty(1, shape.num_heads, shape.rank)
+
+        def run_steps() -> None:
+            for launch in self._on(device).variants(PHASE):
+                self._attend((query, slots, out), rows, scale, launch)
+
+        run_compiled(run_steps, device)
+
+    def _attend(
+        self,
+        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        rows: torch.Tensor,
+        scale: float,
+        launch: SparseLaunch,
+    ) -> None:
+        """Attend by one launch; ``tensors`` are queries, slots and output."""
+        query, slots, out = tensors
+        rank, layout = self.shape.rank, self.shape.layout
+        if layout is not LatentFormat.BF16:
+            rows = rows.view(torch.uint8)
+        cache = rows.view(1, len(rows), rows.shape[-1])
+        listed = ListedRows(cache, layout, slots, None, None)
+        sparse_mla(query[..., :rank], query[..., rank:], listed, scale, out, launch=launch)
 
     def _on(self, device: torch.device) -> SparseLaunches:
         found = self._launches.get(device)
@@ -130,7 +157,12 @@ class SparseBackend(DeepseekSparseAttnBackend):  # type: ignore[misc]
             *(facts.dtype, max(facts.max_tokens, facts.max_reqs * facts.draft_tokens)),
             facts.is_deterministic,
         )
-        self.is_logged = False
+        self.is_logged, self.facts, self._first = False, facts, layers[0]
+
+    def warm_up(self) -> None:
+        """Compile the kernels of the layers; SGLang's own are compiled by its graphs."""
+        rows = self.token_to_kv_pool.get_key_buffer(self._first.layer_id)
+        self.attention.warm_up(rows, self._first.scaling)
 
     def set_dsa_prefill_impl(self, forward_batch: Any = None) -> None:
         """Have prompts attend lists; SGLang would expand the keys of short ones."""
