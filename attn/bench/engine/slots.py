@@ -55,6 +55,25 @@ WINDOWED: Final[dict[str, Any]] = {
     "sliding_window": 64,
     "layer_types": ["sliding_attention", "full_attention"],
 }
+LATENT: Final[dict[str, Any]] = {
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 256,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "n_routed_experts": 8,
+    # Fields of real configurations that Transformers does not know.
+    "moe_layer_freq": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "first_k_dense_replace": 2,
+}
 MODELS: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", GROUPED),
     "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**GROUPED, **WINDOWED}),
@@ -73,28 +92,26 @@ MODELS: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
     "deepseek_v3": (
         "DeepseekV3ForCausalLM",
         "DeepseekV3Config",
-        {
-            "num_attention_heads": 16,
-            "num_key_value_heads": 16,
-            "kv_lora_rank": 512,
-            "q_lora_rank": 256,
-            "qk_rope_head_dim": 64,
-            "qk_nope_head_dim": 128,
-            "v_head_dim": 128,
-            "n_routed_experts": 8,
-            # Fields of real configurations that Transformers does not know.
-            "moe_layer_freq": 1,
-            "topk_method": "noaux_tc",
-            "scoring_func": "sigmoid",
-            "n_group": 1,
-            "topk_group": 1,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 256,
-            "first_k_dense_replace": 2,
-        },
+        LATENT,
+    ),
+    "deepseek_v32": (
+        "DeepseekV32ForCausalLM",
+        "DeepseekV32Config",
+        # No prompt has as many tokens as a list, so that lists hold every key.
+        {**LATENT, "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048},
     ),
 }
 """Name -> class of the model, class of its configuration, and fields beside :data:`COMMON`."""
+NEEDS_DEEP_GEMM: Final = "deepseek_v32"
+"""The model that is checked on demand: SGLang's indexer needs a package of its own."""
+RIVAL: Final = "triton"
+SPARSE_RIVAL: Final = "dsa"
+"""SGLang's backends beside ours: of all models but the sparse one, and of that one."""
+SPARSE_SETTINGS: Final[dict[str, Any]] = {
+    "dsa_prefill_backend": "flashmla_sparse",
+    "dsa_decode_backend": "flashmla_sparse",
+}
+"""Kernels of SGLang's sparse backend that need no FlashAttention-3."""
 LLAMA_8B: Final[dict[str, Any]] = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -109,6 +126,7 @@ PROMPTS: Final = (5, 63, 64, 130, 300, 900)
 """Tokens of the prompts whose log-probabilities are checked."""
 CHECK_SETTINGS: Final[dict[str, Any]] = {
     "mem_fraction_static": 0.3,
+    "kv_cache_dtype": "bfloat16",
     "max_total_tokens": 65536,
     "max_running_requests": 16,
     # Fewer graphs than SGLang's own choice, which is meant for large models: captures take longest.
@@ -150,9 +168,11 @@ def make_folder(where: Path, model: str) -> Path:
     config = getattr(transformers, config_cls)(**{**COMMON, **fields})
     torch.manual_seed(1)
     made = getattr(transformers, model_cls)(config).eval()
+    # Where embeddings are the last layer too, large ones would make every token follow itself.
+    embedded = 0.03 if config.tie_word_embeddings else 0.06
     for name, weights in made.named_parameters():
         if weights.dim() > 1:
-            weights.data.normal_(0, 0.06)
+            weights.data.normal_(0, embedded if "embed_tokens" in name else 0.06)
         elif "sinks" in name:
             weights.data.normal_(2, 1)
     made.to(torch.bfloat16).save_pretrained(folder)
@@ -183,6 +203,7 @@ def run_engine(job: Mapping[str, Any]) -> dict[str, Any]:
         "grammar_backend": "none",
         "log_level": "info",
         **(BENCH_SETTINGS if job["kind"] == "bench" else CHECK_SETTINGS),
+        **(SPARSE_SETTINGS if job["backend"] == SPARSE_RIVAL else {}),
         **job.get("settings", {}),
     }
     started = time.perf_counter()
@@ -279,6 +300,8 @@ def in_process(job: Mapping[str, Any], limit: float, gpu: str | None = None) -> 
         "PYTHONPATH": os.pathsep.join([*paths, *([known] if known else [])]),
         # SGLang would wait a minute for dumps of a process that crashed.
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
+        # SGLang's sparse backend would take FlashAttention-3 for short prompts.
+        "SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": "0",
         **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}),
     }
     command = [sys.executable, "-m", "attn.bench.engine.slots", "job", json.dumps(dict(job))]
@@ -367,10 +390,22 @@ def side_by_side(
         return dict(zip(jobs, pool.map(run, jobs), strict=True))
 
 
+def backends_of(model: str) -> tuple[str, str]:
+    """Our backend and SGLang's for a model."""
+    return OURS, SPARSE_RIVAL if model == NEEDS_DEEP_GEMM else RIVAL
+
+
 def check(
-    models: Sequence[str], backends: Sequence[str], limit: float, gpus: Sequence[str]
+    models: Sequence[str], backends: Sequence[str] | None, limit: float, gpus: Sequence[str]
 ) -> dict[str, Any]:
-    """Errors of log-probabilities against float32, by model and backend."""
+    """Errors of log-probabilities against float32, by model and backend.
+
+    Args:
+        models: names of :data:`MODELS`.
+        backends: names of backends; None for ours and SGLang's rival of each model.
+        limit: seconds of one process.
+        gpus: see :func:`side_by_side`.
+    """
 
     def job_of(where: Path, model: str, backend: str) -> Callable[[str | None], dict[str, Any]]:
         job = {"folder": str(where / f"{model}-{backend}"), "model": model, "backend": backend}
@@ -388,7 +423,7 @@ def check(
 
     results: dict[str, Any] = {model: {} for model in models}
     with tempfile.TemporaryDirectory() as folder:
-        pairs = [(model, backend) for model in models for backend in backends]
+        pairs = [(model, backend) for model in models for backend in backends or backends_of(model)]
         jobs = {pair: job_of(Path(folder), *pair) for pair in pairs}
         for (model, backend), done in side_by_side(jobs, gpus).items():
             results[model][backend] = done
@@ -494,9 +529,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; see the module."""
     parser = argparse.ArgumentParser(prog="python -m attn.bench.engine.slots")
     commands = parser.add_subparsers(dest="command", required=True)
+    usual = [name for name in MODELS if name != NEEDS_DEEP_GEMM]
     checked = commands.add_parser("check", help="log-probabilities against float32")
-    checked.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
-    checked.add_argument("--backends", nargs="+", default=[OURS, "triton"])
+    checked.add_argument("--models", nargs="+", choices=MODELS, default=usual)
+    checked.add_argument("--backends", nargs="+", help="ours and SGLang's of a model if absent")
     measured = commands.add_parser("bench", help="tokens/s of Llama-3.1-8B's shape")
     measured.add_argument("--backends", nargs="+", default=[OURS, "triton", "flashinfer"])
     for one in (checked, measured):
