@@ -34,9 +34,11 @@ def test_the_page_has_the_best_round():
 def test_results_of_two_runs_are_one_page(tmp_path):
     first, second, out = (tmp_path / name for name in ("a.json", "b.json", "page.md"))
     first.write_text(json.dumps({"check": CHECKED}))
-    second.write_text(json.dumps({"bench": {"attn": {"problem": "x"}}}))
+    other = {"deepseek_v32": {"attn": {"problem": "x"}}}
+    second.write_text(json.dumps({"check": other, "bench": {"attn": {"problem": "x"}}}))
     assert slots.main(["render", str(first), str(second), "--out", str(out)]) == 0
     assert "llama" in out.read_text()
+    assert "deepseek_v32" in out.read_text()
     assert "tokens/s" in out.read_text()
 
 
@@ -95,12 +97,12 @@ class Served:
         return {"meta_info": {**info, "cached_tokens": start}}
 
 
-def test_the_second_round_of_a_check_reads_cached_pages():
+def test_later_rounds_of_a_check_read_cached_pages():
     engine = Served()
     done = slots._log_probabilities(engine)
-    assert engine.starts == [[0] * 6, [0, 0, 0, 128, 256, 896]]
-    assert done["cached"] == 128 + 256 + 896
-    first, second = done["rows"][5], done["rows"][-1]
+    assert engine.starts == [[0] * 6, [0, 0, 0, 128, 256, 896], [0, 0, 0, 0, 64, 256]]
+    assert done["cached"] == 128 + 256 + 896 + 64 + 256
+    first, second = done["rows"][5], done["rows"][11]
     assert first["tokens"] == second["tokens"]
     assert (len(first["given"]), len(second["given"])) == (899 + 2, 3 + 2)
     assert None not in (*first["given"], *second["given"])

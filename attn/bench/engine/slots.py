@@ -227,9 +227,11 @@ def _log_probabilities(engine: Any) -> dict[str, Any]:
     sampling = {"max_new_tokens": 24, "temperature": 0.0, "ignore_eos": True}
     rows, cached = [], 0
     # SGLang reads no cached token behind the first whose log-probability is asked for: the second
-    # round asks from the start of each prompt's last page, so that the pages before it are cached.
+    # round asks from the start of each prompt's last page, so that the pages before it are cached;
+    # the third from a page in its first third, so that many new tokens follow those.
     last = [(len(one) - 1) // PAGE_SIZE * PAGE_SIZE for one in prompts]
-    for starts in ([0] * len(prompts), last):
+    third = [len(one) // 3 // PAGE_SIZE * PAGE_SIZE for one in prompts]
+    for starts in ([0] * len(prompts), last, third):
         done = engine.generate(
             input_ids=prompts,
             sampling_params=sampling,
@@ -482,9 +484,9 @@ def _checked(results: Mapping[str, Any]) -> list[str]:
         "## Log-probabilities",
         "",
         "Small models with random weights in bf16. Errors are those of log-probabilities of given",
-        "and of generated tokens, against Transformers in float32. Every prompt is given twice;",
-        "the second time its prefix is read from the cache: `cached` tokens in all. Our mean may",
-        f"be {factor} times that of SGLang's backend, plus {slack}.",
+        "and of generated tokens, against Transformers in float32. Every prompt is given three",
+        "times; after the first time its prefix is read from the cache: `cached` tokens in all.",
+        f"Our mean may be {factor} times that of SGLang's backend, plus {slack}.",
         "",
         "| model | backend | mean error | largest | cached | verdict |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -555,7 +557,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.command == "render":
         merged: dict[str, Any] = {}
         for path in given.results:
-            merged |= json.loads(path.read_text(encoding="utf-8"))
+            for kind, found in json.loads(path.read_text(encoding="utf-8")).items():
+                merged.setdefault(kind, {}).update(found)
         given.out.write_text(page(merged), encoding="utf-8")
         return 0
     gpus = visible_gpus()[: given.gpus] * given.per_gpu
