@@ -90,8 +90,22 @@ def test_sglang_s_own_sparse_backend_stays_where_ours_is_not_asked_for(tmp_path,
     from attn.integrations.sglang import compat
 
     assert arguments_of(tmp_path, "DeepseekV32ForCausalLM", "dsa")["attention_backend"] == "dsa"
-    made = compat._make_sparse(lambda runner: ("theirs", runner), pytest.fail, "runner")
+    made = compat._make_sparse(lambda one: ("theirs", one), pytest.fail, pytest.fail, "runner")
     assert made == ("theirs", "runner")
+
+
+def test_our_sparse_backend_is_made_and_started_where_it_is_asked_for(monkeypatch):
+    from sglang.srt.layers.attention import dsa_backend
+
+    from attn.integrations.sglang import compat
+
+    monkeypatch.setenv(compat.TAKES_OVER, "1")
+    kept = dsa_backend.DeepseekSparseAttnBackend
+    monkeypatch.setattr(dsa_backend, "DeepseekSparseAttnBackend", kept)
+    given = (lambda runner: ("ours", runner)), (lambda backend: ("started", backend))
+    made = compat._make_sparse(pytest.fail, lambda: given[0], given[1], "runner")
+    assert made == ("started", ("ours", "runner"))
+    assert dsa_backend.DeepseekSparseAttnBackend is given[0]
 
 
 def test_the_plugin_registers_once():

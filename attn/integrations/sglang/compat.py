@@ -139,31 +139,35 @@ def _is_sparse(config: Any) -> bool:
     return bool(is_deepseek_dsa(config))
 
 
-def serve_sparse_models(make: Callable[[], Any]) -> None:
+def serve_sparse_models(make: Callable[[], Any], start: Callable[[Any], Any]) -> None:
     """Give the names of SGLang's backend of sparse latent layers to ours, where it was asked for.
 
     Args:
-        make: the class of our backend, a subclass of SGLang's; called when a model needs it.
+        make: gives the class of our backend, a subclass of SGLang's; called when a model needs it.
+        start: takes a new backend and gives it back when it can serve.
     """
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     for name in (SPARSE, "nsa"):
-        register_factory(name, partial(_make_sparse, ATTENTION_BACKENDS[name], make))
+        register_factory(name, partial(_make_sparse, ATTENTION_BACKENDS[name], make, start))
 
 
 def _is_taken_over() -> bool:
     return os.environ.get(TAKES_OVER) == "1"
 
 
-def _make_sparse(theirs: Callable[[Any], Any], make: Callable[[], Any], runner: Any) -> Any:
+def _make_sparse(
+    theirs: Callable[[Any], Any],
+    make: Callable[[], Any],
+    start: Callable[[Any], Any],
+    runner: Any,
+) -> Any:
     if not _is_taken_over():
         return theirs(runner)
     module: Any = importlib.import_module("sglang.srt.layers.attention.dsa_backend")
     # The backends of draft models are made by this name, after that of the model.
     ours = module.DeepseekSparseAttnBackend = make()
-    from attn.integrations.sglang.backend import started
-
-    return started(ours(runner))
+    return start(ours(runner))
 
 
 def _adjustment() -> str:

@@ -31,7 +31,7 @@ def register() -> None:
         return
     compat.register_factory(NAME, make_backend)
     compat.serve_latent_models(NAME)
-    compat.serve_sparse_models(sparse_class)
+    compat.serve_sparse_models(sparse_class, start)
     compat.adjust_arguments(NAME)
     compat.serve_drafts(NAME, make_draft, make_backend)
     logger.info(
@@ -49,14 +49,20 @@ def make_backend(runner: Any) -> Any:
         ValueError: the engine or the model asks for something that is not served; the message has
             every reason, and what to set.
     """
-    from attn.integrations.sglang.backend import started
     from attn.integrations.sglang.dense import DenseBackend
 
     if runner.use_mla_backend:
         from attn.integrations.sglang.latent import LatentBackend
 
-        return started(LatentBackend(runner))
-    return started(DenseBackend(runner))
+        return start(LatentBackend(runner))
+    return start(DenseBackend(runner))
+
+
+def start(backend: Any) -> Any:
+    """A new backend, warmed up on a GPU."""
+    from attn.integrations.sglang.backend import started
+
+    return started(backend)
 
 
 def sparse_class() -> Any:
