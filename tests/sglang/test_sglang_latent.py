@@ -10,12 +10,18 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.models.deepseek_common.attention_backend_handler import (
+    AttentionBackendRegistry,
+    AttnForwardMethod,
+)
 
 from attn.integrations.sglang import latent, steps
 from attn.testing import budget, oracle
+from builders.latent import prefill
 from tests.sglang.slot_engine import BUDGET, MAX_LEN, MODE, Engine, runner_of
 from tests.sglang.test_sglang_dense import draft_factory
 
+FP8 = torch.float8_e4m3fn
 HEADS, RANK, ROPE, NOPE, VALUE = 4, 64, 32, 32, 32
 SCALE = (NOPE + ROPE) ** -0.5
 
@@ -42,15 +48,24 @@ class LatentEngine(Engine):
             kv_lora_rank=RANK, qk_rope_head_dim=ROPE, qk_nope_head_dim=NOPE, v_head_dim=VALUE,
         )  # fmt: skip
         self.backend = ATTENTION_BACKENDS["attn"](self.runner)
+        weight = torch.cat([self.w_uk, self.w_uv], 2).flatten(1).T.contiguous()
+        self.module = SimpleNamespace(attn_mha=self.mha, kv_b_proj=SimpleNamespace(weight=weight))
+        self.asked = []
+
+    def comes_expanded(self, batch):
+        """Whether SGLang's model calls with keys of every head."""
+        found = AttentionBackendRegistry.get_handler("attn")(self.module, batch)
+        self.asked.append(found)
+        return found is AttnForwardMethod.MHA
 
     def run(self, batch, requests, counts, extra_rows, lse, plan, backend):
         tokens = len(batch.out_cache_loc) + extra_rows
         q = 2 * self.draw(tokens, HEADS, NOPE + ROPE)
         rows = self.draw(tokens, 1, RANK + ROPE)
-        is_prompt = batch.forward_mode == MODE.EXTEND and not any(one.length for one in requests)
         with torch.no_grad(), forward_context(ForwardContext(attn_backend=backend)):
             if plan:
                 backend.init_forward_metadata(batch)
+            is_prompt = self.comes_expanded(batch)
             if is_prompt:
                 out, kept = self._expanded(batch, q, rows, lse)
             else:
@@ -94,7 +109,8 @@ class LatentEngine(Engine):
             stored = new.to(self.cache).double()
             cached = torch.cat([one.keys.get(0, stored[:0])[: one.length], stored])
             one.keys[0] = cached
-            seen = new.double() if is_prompt else cached
+            # Keys of new tokens that come expanded are not rounded to the cache's type.
+            seen = torch.cat([cached[: one.length], new.double()]) if is_prompt else cached
             key = torch.einsum("tl,lhp->thp", seen[:, :RANK], w_uk)
             key = torch.cat([key, seen[:, None, RANK:].expand(-1, HEADS, -1)], -1)
             value = torch.einsum("tl,lhv->thv", seen[:, :RANK], w_uv)
@@ -105,6 +121,18 @@ class LatentEngine(Engine):
                 worst = max(worst, float(budget.lse_errors(kept[start:stop], lse).max()))
             start = stop
         return worst
+
+
+def their_choice(module, batch):
+    """What SGLang does for a name that it does not know, without its arguments."""
+    if not batch.forward_mode.is_extend_without_speculative():
+        return AttnForwardMethod.MLA
+    return AttnForwardMethod.MLA if any(batch.extend_prefix_lens_cpu) else AttnForwardMethod.MHA
+
+
+@pytest.fixture(autouse=True)
+def no_arguments(monkeypatch):
+    monkeypatch.setitem(AttentionBackendRegistry._handlers, "triton", their_choice)
 
 
 DRAFTS = {"speculative_num_draft_tokens": 3, "speculative_algorithm": "EAGLE"}
@@ -140,6 +168,59 @@ def test_fp8():
     assert max(served(LatentEngine(cache=torch.float8_e4m3fn, **DRAFTS))) < BUDGET
 
 
+def chunks(engine):
+    """Prompts in chunks, beside one that begins; each has enough new tokens to be expanded."""
+    one, two = engine.request(), engine.request()
+    yield engine.extend([one, two], [40, 3])
+    yield engine.extend([one], [90])
+    yield engine.extend([two, one, engine.request()], [100, 80, 5], extra_rows=2)
+    yield engine.decode([one, two])
+
+
+@pytest.mark.parametrize("cache", [torch.float32, torch.float8_e4m3fn])
+def test_prompts_with_cached_tokens_come_with_expanded_keys(cache):
+    engine = LatentEngine(cache=cache)
+    assert max(chunks(engine)) < BUDGET
+    assert engine.asked == [AttnForwardMethod.MHA] * 3 + [AttnForwardMethod.MLA]
+
+
+def test_cached_tokens_are_expanded_in_several_chunks(monkeypatch):
+    init = prefill.ExpandedPrefill.__init__
+
+    def small(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        self.workspace_tokens = 16
+
+    monkeypatch.setattr(prefill.ExpandedPrefill, "__init__", small)
+    assert max(chunks(LatentEngine())) < BUDGET
+
+
+@pytest.mark.parametrize("args", [{}, {"enable_deterministic_inference": True}])
+def test_few_new_tokens_come_absorbed(args):
+    engine = LatentEngine(**args)
+    one = engine.request()
+    new = 90 if args else 9
+    assert engine.extend([one], [40]) < BUDGET
+    assert engine.extend([one], [new]) < BUDGET
+    assert engine.asked[-1] is AttnForwardMethod.MLA
+
+
+def test_projections_with_a_scale():
+    """SGLang keeps a quantised projection as two e4m3 parts with one scale."""
+    engine = LatentEngine()
+    wanted = engine.module.kv_b_proj.weight.unflatten(0, (HEADS, NOPE + VALUE))
+    keys, values = (wanted[:, :NOPE] / 2).to(FP8), (wanted[:, NOPE:] / 2).to(FP8)
+    module = SimpleNamespace(
+        kv_b_proj=SimpleNamespace(weight=torch.zeros(1, dtype=FP8)),
+        w_kc=keys, w_vc=values.transpose(1, 2), w_scale=2.0, use_deep_gemm_bmm=False,
+    )  # fmt: skip
+    assert latent.has_projections(module, torch.float32)
+    found = latent.projections_of(module, torch.float32).weight
+    assert (found.view_as(wanted) - wanted).abs().max() < 0.05
+    module.use_deep_gemm_bmm = True
+    assert not latent.has_projections(module, torch.float32)
+
+
 def test_an_idle_step_has_no_rows():
     engine = LatentEngine()
     batch = engine.batch([], [], MODE.IDLE, [])
@@ -169,6 +250,7 @@ def test_expanded_keys_of_cached_tokens_are_refused():
     engine = LatentEngine()
     one = engine.request()
     counts = {"extend_seq_lens": torch.tensor([4]), "extend_seq_lens_cpu": [4]}
+    counts["extend_prefix_lens_cpu"] = [0]
     batch = engine.batch([one], [4], MODE.EXTEND, [4], **counts)
     batch.attn_attend_prefix_cache = True
     with pytest.raises(NotImplementedError, match="--disable-chunked-prefix-cache"):
@@ -178,7 +260,7 @@ def test_expanded_keys_of_cached_tokens_are_refused():
 def test_a_sparse_model_is_refused():
     engine = LatentEngine()
     engine.runner.model_config.hf_text_config = SimpleNamespace(index_topk=2048)
-    with pytest.raises(ValueError, match="set --attention-backend dsa"):
+    with pytest.raises(ValueError, match="serves by one name alone"):
         type(engine.backend)(engine.runner)
 
 
@@ -209,6 +291,16 @@ def rotary_part_of_other_tokens(monkeypatch):
         write(own, k, k_rope.flip(0), *rest)
 
     monkeypatch.setattr(latent.LatentBackend, "_write", wrong)
+
+
+def test_a_context_that_is_left_out_is_seen(monkeypatch):
+    plan = latent.LatentBackend._plan_expanded
+
+    def wrong(own, step):
+        return dataclasses.replace(plan(own, step), context=None)
+
+    monkeypatch.setattr(latent.LatentBackend, "_plan_expanded", wrong)
+    assert not max(chunks(LatentEngine())) < 100 * BUDGET
 
 
 FAULTS = [one_token_too_few, drafts_not_counted, rotary_part_of_other_tokens]

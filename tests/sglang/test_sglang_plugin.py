@@ -1,11 +1,15 @@
 """The plugin in SGLang's own loader and argument parser, and what it refuses."""
 
 import argparse
+import json
+import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.layers.radix_attention import AttentionType
 
 from tests.sglang.slot_engine import Engine, LayerSpec
 
@@ -19,6 +23,89 @@ def test_sglang_takes_the_name():
     given = parser.parse_args([*line.split(), "--attention-backend", "attn"])
     assert given.attention_backend == given.prefill_attention_backend == "attn"
     assert given.decode_attention_backend == "attn"
+
+
+LISTED = {
+    "GptOssForCausalLM": {"model_type": "gpt_oss", "num_local_experts": 2},
+    "Gemma3ForCausalLM": {"model_type": "gemma3_text"},
+}
+SPARSE = {
+    "model_type": "deepseek_v32",
+    "index_topk": 64,
+    "index_n_heads": 4,
+    "index_head_dim": 128,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
+
+
+def arguments_of(folder, architecture, backend):
+    from sglang.srt.server_args import ServerArgs
+
+    config = {"architectures": [architecture], "dtype": "bfloat16", "num_hidden_layers": 2}
+    fields = LISTED.get(architecture, SPARSE)
+    (folder / "config.json").write_text(json.dumps({**config, **fields}))
+    given = {"page_size": 64, "device": "cpu", "skip_tokenizer_init": True}
+    args = ServerArgs(model_path=str(folder), attention_backend=backend, **given)
+    if not hasattr(args, "resolve_once"):
+        # 0.5.16 adjusts its arguments when they are made.
+        return vars(args)
+    args.resolve_once()
+    return args.resolved_dict()
+
+
+@pytest.mark.parametrize("architecture", LISTED)
+def test_models_whose_backends_sglang_lists_take_the_name(architecture, tmp_path):
+    assert arguments_of(tmp_path, architecture, "attn")["attention_backend"] == "attn"
+
+
+def test_sglang_s_list_still_refuses_other_names(tmp_path):
+    with pytest.raises(AssertionError, match="requires one of"):
+        arguments_of(tmp_path, "GptOssForCausalLM", "flex_attention")
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A GPU that SGLang asks about before any is used; what is said to processes is forgotten."""
+    from attn.integrations.sglang import compat
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setenv(compat.TAKES_OVER, "0")
+
+
+def test_a_sparse_model_is_served_by_the_name_that_sglang_asks_for(tmp_path, hopper, caplog):
+    from attn.integrations.sglang import compat
+
+    caplog.set_level("INFO")
+    args = arguments_of(tmp_path, "DeepseekV32ForCausalLM", "attn")
+    assert args["attention_backend"] == "dsa"
+    assert args["dsa_prefill_backend"] == args["dsa_decode_backend"] == "flashmla_kv"
+    assert os.environ[compat.TAKES_OVER] == "1"
+    assert "takes over --attention-backend dsa" in caplog.text
+
+
+def test_sglang_s_own_sparse_backend_stays_where_ours_is_not_asked_for(tmp_path, hopper):
+    from attn.integrations.sglang import compat
+
+    assert arguments_of(tmp_path, "DeepseekV32ForCausalLM", "dsa")["attention_backend"] == "dsa"
+    made = compat._make_sparse(lambda one: ("theirs", one), pytest.fail, pytest.fail, "runner")
+    assert made == ("theirs", "runner")
+
+
+def test_our_sparse_backend_is_made_and_started_where_it_is_asked_for(monkeypatch):
+    from sglang.srt.layers.attention import dsa_backend
+
+    from attn.integrations.sglang import compat
+
+    monkeypatch.setenv(compat.TAKES_OVER, "1")
+    kept = dsa_backend.DeepseekSparseAttnBackend
+    monkeypatch.setattr(dsa_backend, "DeepseekSparseAttnBackend", kept)
+    given = (lambda runner: ("ours", runner)), (lambda backend: ("started", backend))
+    made = compat._make_sparse(pytest.fail, lambda: given[0], given[1], "runner")
+    assert made == ("started", ("ours", "runner"))
+    assert dsa_backend.DeepseekSparseAttnBackend is given[0]
 
 
 def test_the_plugin_registers_once():
@@ -105,6 +192,17 @@ def test_a_layer_that_is_not_served_is_refused(name, value):
     engine = Engine()
     setattr(engine.layers[0], name, value)
     with pytest.raises(ValueError, match="set --attention-backend triton"):
+        type(engine.backend)(engine.runner)
+
+
+def test_gemma_3_is_causal_whatever_sglang_calls_its_layers():
+    engine = Engine()
+    engine.layers[0].attn_type = AttentionType.DECODER_BIDIRECTIONAL
+    config = SimpleNamespace(architectures=["Gemma3ForCausalLM"])
+    engine.runner.model_config.hf_config = config
+    type(engine.backend)(engine.runner)
+    config.use_bidirectional_attention = True
+    with pytest.raises(ValueError, match="attend in both directions"):
         type(engine.backend)(engine.runner)
 
 

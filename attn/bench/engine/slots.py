@@ -7,6 +7,7 @@
 It needs SGLang and a GPU, but no model files and no network: small models are made with random
 weights, and the benchmark's weights are drawn by SGLang. Every engine is a process of its own with
 a limit of time; one that fails leaves the end of its output in the results, and the others run.
+With several GPUs, engines run side by side, one on each.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ import contextlib
 import importlib.util
 import json
 import os
+import queue
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
@@ -51,35 +55,63 @@ WINDOWED: Final[dict[str, Any]] = {
     "sliding_window": 64,
     "layer_types": ["sliding_attention", "full_attention"],
 }
+LATENT: Final[dict[str, Any]] = {
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 256,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "n_routed_experts": 8,
+    # Fields of real configurations that Transformers does not know.
+    "moe_layer_freq": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "first_k_dense_replace": 2,
+}
 MODELS: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", GROUPED),
     "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**GROUPED, **WINDOWED}),
     "gpt_oss": (
         "GptOssForCausalLM",
         "GptOssConfig",
-        {**GROUPED, **WINDOWED, "num_local_experts": 4, "num_experts_per_tok": 2},
+        {
+            **GROUPED,
+            **WINDOWED,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            # SGLang asks for it; Transformers has this number in its code.
+            "swiglu_limit": 7.0,
+        },
     ),
     "deepseek_v3": (
         "DeepseekV3ForCausalLM",
         "DeepseekV3Config",
-        {
-            "num_attention_heads": 16,
-            "num_key_value_heads": 16,
-            "kv_lora_rank": 512,
-            "q_lora_rank": 256,
-            "qk_rope_head_dim": 64,
-            "qk_nope_head_dim": 128,
-            "v_head_dim": 128,
-            "n_routed_experts": 8,
-            "n_group": 1,
-            "topk_group": 1,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 256,
-            "first_k_dense_replace": 2,
-        },
+        LATENT,
+    ),
+    "deepseek_v32": (
+        "DeepseekV32ForCausalLM",
+        "DeepseekV32Config",
+        # No prompt has as many tokens as a list, so that lists hold every key.
+        {**LATENT, "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048},
     ),
 }
 """Name -> class of the model, class of its configuration, and fields beside :data:`COMMON`."""
+NEEDS_DEEP_GEMM: Final = "deepseek_v32"
+"""The model that is checked on demand: SGLang's indexer needs a package of its own."""
+RIVAL: Final = "triton"
+SPARSE_RIVAL: Final = "dsa"
+"""SGLang's backends beside ours: of all models but the sparse one, and of that one."""
+SPARSE_SETTINGS: Final[dict[str, Any]] = {
+    "dsa_prefill_backend": "flashmla_sparse",
+    "dsa_decode_backend": "flashmla_sparse",
+}
+"""Kernels of SGLang's sparse backend that need no FlashAttention-3."""
 LLAMA_8B: Final[dict[str, Any]] = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -89,6 +121,23 @@ LLAMA_8B: Final[dict[str, Any]] = {
     "head_dim": 128,
     "vocab_size": 128256,
     "max_position_embeddings": 65536,
+}
+PROMPTS: Final = (5, 63, 64, 130, 300, 900)
+"""Tokens of the prompts whose log-probabilities are checked."""
+CHECK_SETTINGS: Final[dict[str, Any]] = {
+    "mem_fraction_static": 0.3,
+    "kv_cache_dtype": "bfloat16",
+    "max_total_tokens": 65536,
+    "max_running_requests": 16,
+    # Fewer graphs than SGLang's own choice, which is meant for large models: captures take longest.
+    "cuda_graph_max_bs_decode": 8,
+    "cuda_graph_max_bs_prefill": 1024,
+}
+BENCH_SETTINGS: Final[dict[str, Any]] = {
+    "mem_fraction_static": 0.8,
+    "cuda_graph_max_bs_decode": 64,
+    "disable_radix_cache": True,
+    "load_format": "dummy",
 }
 WORKLOADS: Final[dict[str, tuple[int, int, int]]] = {
     "prefill": (8, 8192, 1),
@@ -119,9 +168,11 @@ def make_folder(where: Path, model: str) -> Path:
     config = getattr(transformers, config_cls)(**{**COMMON, **fields})
     torch.manual_seed(1)
     made = getattr(transformers, model_cls)(config).eval()
+    # Where embeddings are the last layer too, large ones would make every token follow itself.
+    embedded = 0.03 if config.tie_word_embeddings else 0.06
     for name, weights in made.named_parameters():
         if weights.dim() > 1:
-            weights.data.normal_(0, 0.06)
+            weights.data.normal_(0, embedded if "embed_tokens" in name else 0.06)
         elif "sinks" in name:
             weights.data.normal_(2, 1)
     made.to(torch.bfloat16).save_pretrained(folder)
@@ -149,39 +200,52 @@ def run_engine(job: Mapping[str, Any]) -> dict[str, Any]:
         "page_size": PAGE_SIZE,
         "dtype": "bfloat16",
         "random_seed": 0,
-        "mem_fraction_static": job["memory"],
         "grammar_backend": "none",
-        "disable_radix_cache": job["kind"] == "bench",
         "log_level": "info",
+        **(BENCH_SETTINGS if job["kind"] == "bench" else CHECK_SETTINGS),
+        **(SPARSE_SETTINGS if job["backend"] == SPARSE_RIVAL else {}),
         **job.get("settings", {}),
     }
-    if job["kind"] == "bench":
-        settings["load_format"] = "dummy"
     started = time.perf_counter()
     engine = sglang.Engine(**settings)
     result: dict[str, Any] = {"start_seconds": time.perf_counter() - started}
     work = _bench if job["kind"] == "bench" else _log_probabilities
     result.update(work(engine))
     engine.shutdown()
+    result["device"], result["sglang"] = _device(), version("sglang")
     return result
 
 
+def _device() -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+
+
 def _log_probabilities(engine: Any) -> dict[str, Any]:
-    prompts = prompts_of((5, 63, 64, 130, 300, 900), COMMON["vocab_size"])
+    prompts = prompts_of(PROMPTS, COMMON["vocab_size"])
     sampling = {"max_new_tokens": 24, "temperature": 0.0, "ignore_eos": True}
-    rows = []
-    # The second round reads cached prefixes.
-    for _ in range(2):
+    rows, cached = [], 0
+    # SGLang reads no cached token behind the first whose log-probability is asked for: the second
+    # round asks from the start of each prompt's last page, so that the pages before it are cached;
+    # the third from a page in its first third, so that many new tokens follow those.
+    last = [(len(one) - 1) // PAGE_SIZE * PAGE_SIZE for one in prompts]
+    third = [len(one) // 3 // PAGE_SIZE * PAGE_SIZE for one in prompts]
+    for starts in ([0] * len(prompts), last, third):
         done = engine.generate(
-            input_ids=prompts, sampling_params=sampling, return_logprob=True, logprob_start_len=0
+            input_ids=prompts,
+            sampling_params=sampling,
+            return_logprob=True,
+            logprob_start_len=starts,
         )
         for prompt, one in zip(prompts, done, strict=True):
             info = one["meta_info"]
+            cached += info["cached_tokens"]
             new = [int(entry[1]) for entry in info["output_token_logprobs"]]
-            given = [entry[0] for entry in info["input_token_logprobs"]]
-            given += [entry[0] for entry in info["output_token_logprobs"]]
-            rows.append({"tokens": [*prompt, *new], "given": given[-(len(prompt) + len(new)) :]})
-    return {"rows": rows}
+            given = [*info["input_token_logprobs"], *info["output_token_logprobs"]]
+            # The first entry has no log-probability.
+            rows.append({"tokens": [*prompt, *new], "given": [one[0] for one in given[1:]]})
+    return {"rows": rows, "cached": cached}
 
 
 def _bench(engine: Any) -> dict[str, Any]:
@@ -214,19 +278,19 @@ def run_reference(job: Mapping[str, Any]) -> dict[str, Any]:
         tokens = torch.tensor([row["tokens"]], device="cuda")
         with torch.no_grad():
             logits = model(tokens).logits[0, :-1].log_softmax(-1)
-        exact = logits.gather(1, tokens[0, 1:, None])[:, 0].tolist()
-        found = row["given"][-len(exact) :]
-        pairs = zip(found, exact, strict=True)
-        errors += [abs(one - other) for one, other in pairs if one is not None]
+        found = row["given"]
+        exact = logits.gather(1, tokens[0, 1:, None])[-len(found) :, 0].tolist()
+        errors += [abs(one - other) for one, other in zip(found, exact, strict=True)]
     return {"mean": sum(errors) / len(errors), "max": max(errors), "count": len(errors)}
 
 
-def in_process(job: Mapping[str, Any], limit: float) -> dict[str, Any]:
+def in_process(job: Mapping[str, Any], limit: float, gpu: str | None = None) -> dict[str, Any]:
     """Do a job in a process of its own.
 
     Args:
         job: what :func:`run_engine` or :func:`run_reference` reads.
         limit: seconds after which the process is stopped.
+        gpu: the GPU that the process sees, as in ``CUDA_VISIBLE_DEVICES``; None for all.
 
     Returns:
         The job's result; or ``problem``, the end of the process's output.
@@ -236,6 +300,11 @@ def in_process(job: Mapping[str, Any], limit: float) -> dict[str, Any]:
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([*paths, *([known] if known else [])]),
+        # SGLang would wait a minute for dumps of a process that crashed.
+        "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
+        # SGLang's sparse backend would take FlashAttention-3 for short prompts.
+        "SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": "0",
+        **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}),
     }
     command = [sys.executable, "-m", "attn.bench.engine.slots", "job", json.dumps(dict(job))]
     with tempfile.TemporaryFile("w+") as output:
@@ -265,7 +334,11 @@ def in_process(job: Mapping[str, Any], limit: float) -> dict[str, Any]:
 
 
 def prepared(where: Path) -> Path:
-    """A folder for ``PYTHONPATH``: our entry point, and stand-ins for what is not installed."""
+    """A folder for ``PYTHONPATH``: our entry point, and stand-ins for what is not installed.
+
+    Args:
+        where: parent folder; made if it is not there.
+    """
     folder = where / "path"
     metadata = folder / "attn_backends_entry_point-0.dist-info"
     metadata.mkdir(parents=True, exist_ok=True)
@@ -280,32 +353,95 @@ def prepared(where: Path) -> Path:
     return folder
 
 
-def check(models: Sequence[str], backends: Sequence[str], limit: float) -> dict[str, Any]:
-    """Errors of log-probabilities against float32, by model and backend."""
-    results: dict[str, Any] = {}
+def visible_gpus() -> list[str]:
+    """The GPUs that may be used, as ``CUDA_VISIBLE_DEVICES`` names them."""
+    import torch
+
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named:
+        return named.split(",")
+    return [str(number) for number in range(torch.cuda.device_count())]
+
+
+def side_by_side(
+    jobs: Mapping[Any, Callable[[str | None], dict[str, Any]]], gpus: Sequence[str]
+) -> dict[Any, dict[str, Any]]:
+    """Run jobs, as many at the same time as there are GPUs.
+
+    Args:
+        jobs: functions of a GPU, by any key.
+        gpus: see :func:`visible_gpus`; jobs run one after the other where there is none.
+
+    Returns:
+        Each job's result, in the order of ``jobs``.
+    """
+    free: queue.Queue[str | None] = queue.Queue()
+    for number in range(max(len(gpus), 1)):
+        free.put(gpus[number] if gpus else None)
+
+    def run(key: Any) -> dict[str, Any]:
+        gpu = free.get()
+        try:
+            done = jobs[key](gpu)
+        finally:
+            free.put(gpu)
+        print(key, done.get("problem") or done, flush=True)
+        return done
+
+    with ThreadPoolExecutor(max(len(gpus), 1)) as pool:
+        return dict(zip(jobs, pool.map(run, jobs), strict=True))
+
+
+def backends_of(model: str) -> tuple[str, str]:
+    """Our backend and SGLang's for a model."""
+    return OURS, SPARSE_RIVAL if model == NEEDS_DEEP_GEMM else RIVAL
+
+
+def check(
+    models: Sequence[str], backends: Sequence[str] | None, limit: float, gpus: Sequence[str]
+) -> dict[str, Any]:
+    """Errors of log-probabilities against float32, by model and backend.
+
+    Args:
+        models: names of :data:`MODELS`.
+        backends: names of backends; None for ours and SGLang's rival of each model.
+        limit: seconds of one process.
+        gpus: see :func:`side_by_side`.
+    """
+
+    def job_of(where: Path, model: str, backend: str) -> Callable[[str | None], dict[str, Any]]:
+        job = {"folder": str(where / f"{model}-{backend}"), "model": model, "backend": backend}
+
+        def run(gpu: str | None) -> dict[str, Any]:
+            done = in_process({**job, "kind": "check"}, limit, gpu)
+            if "rows" in done:
+                rows = Path(job["folder"]) / "rows.json"
+                rows.write_text(json.dumps(done.pop("rows")), encoding="utf-8")
+                reference = {**job, "kind": "reference", "rows": str(rows)}
+                done |= in_process(reference, limit, gpu)
+            return done
+
+        return run
+
+    results: dict[str, Any] = {model: {} for model in models}
     with tempfile.TemporaryDirectory() as folder:
-        for model in models:
-            for backend in backends:
-                job = {"folder": folder, "model": model, "backend": backend, "memory": 0.3}
-                done = in_process({**job, "kind": "check"}, limit)
-                if "rows" in done:
-                    rows = Path(folder) / "rows.json"
-                    rows.write_text(json.dumps(done.pop("rows")), encoding="utf-8")
-                    done |= in_process({**job, "kind": "reference", "rows": str(rows)}, limit)
-                results.setdefault(model, {})[backend] = done
-                print(model, backend, done.get("problem") or done, flush=True)
+        pairs = [(model, backend) for model in models for backend in backends or backends_of(model)]
+        jobs = {pair: job_of(Path(folder), *pair) for pair in pairs}
+        for (model, backend), done in side_by_side(jobs, gpus).items():
+            results[model][backend] = done
     return {"check": results}
 
 
-def bench(backends: Sequence[str], limit: float) -> dict[str, Any]:
+def bench(backends: Sequence[str], limit: float, gpus: Sequence[str]) -> dict[str, Any]:
     """Seconds of each workload of Llama-3.1-8B's shape, by backend."""
-    results: dict[str, Any] = {}
+
+    def job_of(where: Path, backend: str) -> Callable[[str | None], dict[str, Any]]:
+        job = {"folder": str(where / backend), "model": "llama-8b", "backend": backend}
+        return lambda gpu: in_process({**job, "kind": "bench"}, limit, gpu)
+
     with tempfile.TemporaryDirectory() as folder:
-        for backend in backends:
-            job = {"folder": folder, "model": "llama-8b", "backend": backend, "memory": 0.8}
-            results[backend] = done = in_process({**job, "kind": "bench"}, limit)
-            print(backend, done.get("problem") or done, flush=True)
-    return {"bench": results}
+        jobs = {backend: job_of(Path(folder), backend) for backend in backends}
+        return {"bench": side_by_side(jobs, gpus)}
 
 
 def within_budget(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
@@ -322,53 +458,90 @@ def page(results: Mapping[str, Any]) -> str:
     Args:
         results: of :func:`check`, of :func:`bench`, or both.
     """
-    lines = ["# SGLang's engine", ""]
+    by_model = results.get("check", {}).values()
+    runs = [run for one in by_model for run in one.values()] + [*results.get("bench", {}).values()]
+    devices, versions = (
+        ", ".join(sorted({run[name] for run in runs if name in run})) or "unknown"
+        for name in ("device", "sglang")
+    )
+    lines = [
+        "# SGLang's engine",
+        "",
+        f"SGLang {versions} on {devices}, CUDA graphs on, pages of {PAGE_SIZE} tokens.",
+        f"`{OURS}` is this library's backend, the others are SGLang's own.",
+        "",
+    ]
     if "check" in results:
-        lines += [
-            "| model | backend | mean error | largest | verdict |",
-            "| --- | --- | --- | --- | --- |",
-        ]
-        for model, by_backend in results["check"].items():
-            others = [one for name, one in by_backend.items() if name != OURS and "mean" in one]
-            for name, one in by_backend.items():
-                if "mean" not in one:
-                    lines.append(f"| {model} | {name} | | | failed |")
-                    continue
-                verdict = ""
-                if name == OURS and others:
-                    verdict = "within budget" if within_budget(one, others[0]) else "beyond budget"
-                numbers = f"{one['mean']:.4f} | {one['max']:.4f}"
-                lines.append(f"| {model} | {name} | {numbers} | {verdict} |")
-        lines.append("")
+        lines += _checked(results["check"])
     if "bench" in results:
-        names = list(results["bench"])
-        lines += [
-            f"| tokens/s | {' | '.join(names)} |",
-            "| --- |" + " --- |" * len(names),
-        ]
-        for workload, (requests, prompt, new) in WORKLOADS.items():
-            tokens = requests * (prompt if new == 1 else new)
-            cells = []
-            for name in names:
-                taken = results["bench"][name].get("seconds", {}).get(workload)
-                cells.append(f"{tokens / min(taken):.0f}" if taken else "failed")
-            lines.append(f"| {workload}: {requests} x {prompt} + {new} | {' | '.join(cells)} |")
-        lines.append("")
+        lines += _measured(results["bench"])
     return "\n".join(lines)
+
+
+def _checked(results: Mapping[str, Any]) -> list[str]:
+    factor, slack = SLACK
+    lines = [
+        "## Log-probabilities",
+        "",
+        "Small models with random weights in bf16. Errors are those of log-probabilities of given",
+        "and of generated tokens, against Transformers in float32. Every prompt is given three",
+        "times; after the first time its prefix is read from the cache: `cached` tokens in all.",
+        f"Our mean may be {factor} times that of SGLang's backend, plus {slack}.",
+        "",
+        "| model | backend | mean error | largest | cached | verdict |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for model, by_backend in results.items():
+        others = [one for name, one in by_backend.items() if name != OURS and "mean" in one]
+        for name, one in by_backend.items():
+            if "mean" not in one:
+                lines.append(f"| {model} | {name} | | | | failed |")
+                continue
+            verdict = ""
+            if name == OURS and others:
+                verdict = "within budget" if within_budget(one, others[0]) else "beyond budget"
+            numbers = f"{one['mean']:.4f} | {one['max']:.4f} | {one.get('cached', '')}"
+            lines.append(f"| {model} | {name} | {numbers} | {verdict} |")
+    return [*lines, ""]
+
+
+def _measured(results: Mapping[str, Any]) -> list[str]:
+    names = list(results)
+    lines = [
+        "## Speed",
+        "",
+        "Llama-3.1-8B's shape with random weights: tokens per second of the best of three rounds,",
+        "after one that compiles. Prompt tokens are counted where a request has one new token,",
+        "new tokens elsewhere.",
+        "",
+        f"| tokens/s | {' | '.join(names)} |",
+        "| --- |" + " --- |" * len(names),
+    ]
+    for workload, (requests, prompt, new) in WORKLOADS.items():
+        tokens = requests * (prompt if new == 1 else new)
+        cells = []
+        for name in names:
+            taken = results[name].get("seconds", {}).get(workload)
+            cells.append(f"{tokens / min(taken):.0f}" if taken else "failed")
+        lines.append(f"| {workload}: {requests} x {prompt} + {new} | {' | '.join(cells)} |")
+    return [*lines, ""]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; see the module."""
     parser = argparse.ArgumentParser(prog="python -m attn.bench.engine.slots")
     commands = parser.add_subparsers(dest="command", required=True)
+    usual = [name for name in MODELS if name != NEEDS_DEEP_GEMM]
     checked = commands.add_parser("check", help="log-probabilities against float32")
-    checked.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
-    checked.add_argument("--backends", nargs="+", default=[OURS, "triton"])
+    checked.add_argument("--models", nargs="+", choices=MODELS, default=usual)
+    checked.add_argument("--backends", nargs="+", help="ours and SGLang's of a model if absent")
     measured = commands.add_parser("bench", help="tokens/s of Llama-3.1-8B's shape")
     measured.add_argument("--backends", nargs="+", default=[OURS, "triton", "flashinfer"])
     for one in (checked, measured):
         one.add_argument("--json", type=Path, required=True, help="where results are written")
         one.add_argument("--limit", type=float, default=180, help="seconds of one process")
+        one.add_argument("--gpus", type=int, help="GPUs to use, side by side; all if absent")
+        one.add_argument("--per-gpu", type=int, default=1, help="engines at the same time on a GPU")
     rendered = commands.add_parser("render", help="tables of results")
     rendered.add_argument("results", nargs="+", type=Path)
     rendered.add_argument("--out", type=Path, required=True)
@@ -378,18 +551,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.command == "job":
         asked = json.loads(given.job)
         run = run_reference if asked["kind"] == "reference" else run_engine
-        print(MARK + json.dumps(run(asked)), flush=True)
+        # What a bar of progress has left on the line must not come before the mark.
+        print("\n" + MARK + json.dumps(run(asked)), flush=True)
         return 0
     if given.command == "render":
         merged: dict[str, Any] = {}
         for path in given.results:
-            merged |= json.loads(path.read_text(encoding="utf-8"))
+            for kind, found in json.loads(path.read_text(encoding="utf-8")).items():
+                merged.setdefault(kind, {}).update(found)
         given.out.write_text(page(merged), encoding="utf-8")
         return 0
+    gpus = visible_gpus()[: given.gpus] * given.per_gpu
     if given.command == "check":
-        results = check(given.models, given.backends, given.limit)
+        results = check(given.models, given.backends, given.limit, gpus)
     else:
-        results = bench(given.backends, given.limit)
+        results = bench(given.backends, given.limit, gpus)
     given.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
     print(page(results))
     return 0

@@ -162,11 +162,35 @@ class LatentImpl(MLAAttentionImpl):
         """
         check_scale(k_scale, self.cache_dtype)
         check_expanded(self, q, kv_c_normed, k_pe, output, prefill.num_tokens, output_scale)
-        from attn.kernels.dense.tensors import DenseTensors
-
         rows = output.view(len(output), self.num_heads, self.v_head_dim)
         own = self._workspace(q, len(kv_c_normed))
         self._expand(kv_c_normed, k_pe.reshape(len(k_pe), -1), own)
+        cache = kv_c_and_k_pe_cache
+        self.attend_with_context(q, own, cache, prefill, k_scale, rows, output_scale)
+
+    def attend_with_context(
+        self,
+        q: torch.Tensor,
+        own: KVViews,
+        kv_c_and_k_pe_cache: torch.Tensor,
+        prefill: LatentPrefill,
+        k_scale: torch.Tensor,
+        rows: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+    ) -> None:
+        """Compute prefill rows whose own keys and values are expanded already.
+
+        Args:
+            q: ``[T_prefill, H, P + r]``, nope then rope.
+            own: ``[T_prefill, H, P + r]`` and ``[T_prefill, H, V]`` of the new tokens.
+            kv_c_and_k_pe_cache: see :meth:`attend_prefill`, as for ``prefill`` and ``k_scale``.
+            prefill: the part of a record that is for these rows.
+            k_scale: fp32 scalar of a per-tensor fp8 cache.
+            rows: ``[T_prefill, H, V]``, written in place.
+            output_scale: fp32 scalar; ``rows`` are then fp8.
+        """
+        from attn.kernels.dense.tensors import DenseTensors
+
         if prefill.context is None:
             self.attend_expanded(q, own, prefill.own, rows, k_scale, output_scale)
             return

@@ -5,16 +5,19 @@ Tables, lengths and plans are made by kernels inside of the graph, so that a rep
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import time
 from typing import Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 
+from attn.impls.warm import run_compiled
 from attn.integrations.sglang import checks, compat
 from attn.integrations.sglang.steps import Step, make_step
-from builders.pages.slot_tables import SlotTables
+from builders.pages.slot_tables import SlotTables, StepSlots
 
 logger = logging.getLogger("sglang.srt.attn_backends")
 
@@ -39,6 +42,7 @@ class SlotBackend(AttentionBackend):  # type: ignore[misc]
         super().__init__()
         self.facts = compat.facts_of(runner)
         self.draft_step = draft_step
+        self.model = runner.model
         self.layers = [one for one in runner.model.modules() if isinstance(one, RadixAttention)]
         checks.check(self.facts, self.layers, self.pools)
         self.req_to_token_pool = runner.req_to_token_pool
@@ -93,6 +97,27 @@ class SlotBackend(AttentionBackend):  # type: ignore[misc]
         """Build the records of all groups of layers that are known."""
         raise NotImplementedError
 
+    def warm_up(self) -> None:
+        """Compile the kernels that serving will launch, by running small steps.
+
+        SGLang calls no forward of a prompt before the first request where it captures no graphs of
+        prompts. The cache is not written, and of it page 0 is read, which is nobody's.
+        """
+        device = self.facts.device
+        one = torch.ones(1, dtype=torch.int64, device=device)
+        slots = StepSlots(rows=one - 1, seq_lens=one, new_slots=one - 1, query_len=1)
+
+        def run_steps() -> None:
+            for counts in (None, one.int()):
+                self.tables.fill(dataclasses.replace(slots, query_lens=counts))
+
+        run_compiled(run_steps, device)
+        self.warm_up_layers()
+
+    def warm_up_layers(self) -> None:
+        """Compile the kernels of every kind of layer."""
+        raise NotImplementedError
+
     def update_verify_buffers_to_fill_after_draft(
         self, spec_info: Any, cuda_graph_bs: int | None
     ) -> None:
@@ -113,6 +138,19 @@ class SlotBackend(AttentionBackend):  # type: ignore[misc]
     def forward_decode(self, *args: Any, **kwargs: Any) -> Any:
         """Attention of a step with one token a request; see :meth:`forward_extend`."""
         return self.forward_extend(*args, **kwargs)
+
+
+def started(backend: Any) -> Any:
+    """A new backend whose kernels are compiled, if it is on a GPU; elsewhere none are.
+
+    Args:
+        backend: one with ``facts`` and ``warm_up``.
+    """
+    if backend.facts.device.type == "cuda":
+        begun = time.perf_counter()
+        backend.warm_up()
+        logger.info("attn-backends: kernels were compiled in %.1f s", time.perf_counter() - begun)
+    return backend
 
 
 def log_served(name: str, words: str, builder: Any) -> None:

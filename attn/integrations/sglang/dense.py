@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
@@ -78,6 +79,7 @@ class DenseBackend(SlotBackend):
         self._layers: dict[Any, PoolLayer] = {}
         self._builders: dict[LayerKind, AttentionMetadataBuilder[Any]] = {}
         self._limits = (self.max_reqs, self._most_tokens())
+        self._served = set(self.layers)
 
     def _most_tokens(self) -> int:
         return power_of_two(max(self.facts.max_tokens, self.max_reqs * self.facts.draft_tokens))
@@ -106,13 +108,37 @@ class DenseBackend(SlotBackend):
         """A step's record for layers of a kind; the first layer that asks has it built."""
         record = step.records.get(kind)
         if record is None:
-            builder = self._builders.get(kind)
-            if builder is None:
-                builder = self._builders[kind] = self._new_builder(kind)
             batch = step.window if kind.in_window_pool else step.full
             assert batch is not None
-            record = step.records[kind] = builder.build(0, batch)
+            record = step.records[kind] = self._builder(kind).build(0, batch)
         return record
+
+    def _builder(self, kind: LayerKind) -> AttentionMetadataBuilder[Any]:
+        builder = self._builders.get(kind)
+        if builder is None:
+            builder = self._builders[kind] = self._new_builder(kind)
+        return builder
+
+    def warm_up_layers(self) -> None:
+        """See the base class."""
+        warmed = set()
+        for layer, sinks in self._with_sinks():
+            # This layer is not kept: that its sinks are what the model will give is a guess.
+            key, value = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+            own = self._new_layer(layer, sinks, key, value)
+            variant = own.kind, layer.logit_cap, sinks is None
+            if variant in warmed:
+                continue
+            warmed.add(variant)
+            own.impl.warm_up(own.scales, own.key, self._builder(own.kind), self.facts.dtype)
+
+    def _with_sinks(self) -> Iterator[tuple[Any, torch.Tensor | None]]:
+        """The model's layers, each with the sinks that it will be called with."""
+        for module in self.model.modules():
+            sinks = getattr(module, "sinks", None)
+            for layer in module.children():
+                if layer in self._served:
+                    yield layer, sinks if isinstance(sinks, torch.Tensor) else None
 
     def _new_builder(self, kind: LayerKind) -> AttentionMetadataBuilder[Any]:
         facts = self.facts

@@ -1,12 +1,14 @@
 """Latent layers (MLA) in SGLang: our triple over its pool of latent rows.
 
-SGLang's models absorb queries and project outputs. Prompts without cached tokens come with keys and
-values expanded for every head, which are attended as they lie.
+SGLang's models absorb queries and project outputs. Prompts come with keys and values of the new
+tokens, expanded for every head, which are attended as they lie; what is cached of them is expanded
+here, in chunks. Where a prompt has few new tokens behind many cached ones, it comes with absorbed
+queries, one row for each token.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -17,6 +19,7 @@ from attn.integrations.sglang.dense import cache_name, pages_of, result_of
 from attn.integrations.sglang.steps import Step
 from attn.registry import AttentionBackendEnum
 from builders.batch import CommonAttentionMetadata
+from builders.latent.prefill import LatentPrefill
 from specs.base import power_of_two
 from specs.dtypes import CacheDType, DType
 from specs.engine import EngineConfig, SpeculativeConfig
@@ -25,6 +28,8 @@ from specs.layouts import KVViews
 
 BACKEND: Final = "TRITON_MLA"
 LATENT, EXPANDED = "latent", "expanded"
+MOST_WARM_ROWS: Final = 1024
+"""Most rows of absorbed prompts that a builder is made for before they come."""
 
 
 class LatentBackend(SlotBackend):
@@ -40,6 +45,10 @@ class LatentBackend(SlotBackend):
         self._nope, self._value = int(model.qk_nope_head_dim), int(model.v_head_dim)
         self._impls: dict[Any, Any] = {}
         self._attenders: dict[Any, Any] = {}
+        self._modules: dict[Any, Any] = {}
+        """SGLang's module of each layer that attends expanded keys: it has the projections."""
+        # A row's bits would depend on how its prompt is cut.
+        self._may_expand = not self.facts.is_deterministic
         self._builders: dict[tuple[int, int, bool], Any] = {}
         self._heads = int(self.layers[0].tp_q_head_num)
         self._cache = cache_name(self.token_to_kv_pool.dtype, self.facts.dtype)
@@ -104,23 +113,46 @@ class LatentBackend(SlotBackend):
         record = step.records.get(kind)
         if record is None:
             plan = self._plan_expanded if kind == EXPANDED else self._plan_latent
-            record = step.records[kind] = plan(step.full)
+            record = step.records[kind] = plan(step)
         return record
 
-    def _plan_latent(self, batch: CommonAttentionMetadata) -> Any:
+    def _plan_latent(self, step: Step) -> Any:
         """The record of absorbed queries; long ones become one request for each token."""
+        batch = step.full
         by_row = batch.max_query_len > self.facts.draft_tokens
         if by_row:
             batch = one_token_each(batch)
         builder = self._builder(batch.num_reqs, batch.num_actual_tokens, by_row=by_row)
         return builder.build(0, batch)
 
-    def _plan_expanded(self, batch: CommonAttentionMetadata) -> Any:
-        """The step of new tokens among themselves, over keys and values that came with them."""
+    def _plan_expanded(self, step: Step) -> LatentPrefill:
+        """The plan of new tokens among themselves, and of their cached tokens."""
+        batch = step.full
         builder = self._builder(batch.num_reqs, batch.num_actual_tokens, by_row=False)
-        counts = batch.query_start_loc_cpu.diff()
-        own = batch.replace(max_seq_len=int(counts.min()))
-        return builder.expanded.plan(own, 0).own
+        lens = batch.query_start_loc_cpu.diff() + torch.tensor(step.cached, dtype=torch.int32)
+        plan: LatentPrefill = builder.expanded.plan(batch.replace(seq_lens_cpu_upper_bound=lens), 0)
+        return plan
+
+    def expands(self, module: Any, forward_batch: Any) -> bool:
+        """Whether a step of prompts with cached tokens shall come with expanded keys.
+
+        Expanding a cached token costs as much as attending it by some number of absorbed queries.
+
+        Args:
+            module: SGLang's module of latent attention, which has the projections.
+            forward_batch: SGLang's ``ForwardBatch``.
+        """
+        counts, cached = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
+        is_plain = forward_batch.forward_mode.name == "EXTEND"
+        if not self._may_expand or not is_plain or counts is None or cached is None:
+            return False
+        rank, expanded = self._rank, self._nope + self._value
+        least = rank * expanded / max(2 * rank - expanded, 1)
+        gain = sum(had * (new - least) for new, had in zip(counts, cached, strict=True))
+        if gain <= 0 or not has_projections(module, self.facts.dtype):
+            return False
+        self._modules[module.attn_mha] = module
+        return True
 
     def forward_extend(
         self,
@@ -183,18 +215,36 @@ class LatentBackend(SlotBackend):
     def _impl(self, layer: Any) -> Any:
         impl = self._impls.get(layer)
         if impl is None:
-            impl_cls: Any = AttentionBackendEnum[BACKEND].get_class().get_impl_cls()
-            impl = self._impls[layer] = impl_cls(
-                *(layer.tp_q_head_num, self._rank + self._rope, layer.scaling, 1),
-                *(None, None, self._cache, None, "decoder", None),
-                kv_lora_rank=self._rank,
-                qk_nope_head_dim=self._nope,
-                qk_rope_head_dim=self._rope,
-                qk_head_dim=self._nope + self._rope,
-                v_head_dim=self._value,
-                kv_b_proj=_no_projection,
-            )
+            impl = self._impls[layer] = self._new_impl(layer)
         return impl
+
+    def _new_impl(self, layer: Any) -> Any:
+        impl_cls: Any = AttentionBackendEnum[BACKEND].get_class().get_impl_cls()
+        return impl_cls(
+            *(layer.tp_q_head_num, self._rank + self._rope, layer.scaling, 1),
+            *(None, None, self._cache, None, "decoder", None),
+            kv_lora_rank=self._rank,
+            qk_nope_head_dim=self._nope,
+            qk_rope_head_dim=self._rope,
+            qk_head_dim=self._nope + self._rope,
+            v_head_dim=self._value,
+            kv_b_proj=_no_projection,
+        )
+
+    def warm_up_layers(self) -> None:
+        """See the base class; all latent layers of a model are alike."""
+        layer, dtype = self.layers[0], self.facts.dtype
+        impl = self._new_impl(layer)
+        heads, columns = impl.num_heads, self._nope + self._value
+        blank = torch.zeros(heads * columns, self._rank, dtype=dtype, device=self.facts.device)
+        impl.kv_b_proj = Projections(blank)
+        impl.process_weights_after_loading(dtype)
+        rows = power_of_two(min(self._most[1], MOST_WARM_ROWS))
+        for builder in (
+            self._builder(self.max_reqs, 1, by_row=False),
+            self._builder(rows, rows, by_row=True),
+        ):
+            impl.warm_up(self._scales, self._pages(layer), builder, dtype)
 
     def _write(
         self,
@@ -255,11 +305,57 @@ class LatentBackend(SlotBackend):
                 )
             )
         scale = self._scales._k_scale
-        record = self._record(step, EXPANDED)
-        attender.attend(
-            record, DenseTensors(query, KVViews(key, value), output, scale, scale, lse=lse)
-        )
-        return result_of(output, lse)
+        plan: LatentPrefill = self._record(step, EXPANDED)
+        own = KVViews(key, value)
+        if plan.context is None:
+            tensors = DenseTensors(query, own, output, scale, scale, lse=lse)
+            attender.attend(plan.own, tensors)
+            return result_of(output, lse)
+        if return_lse:
+            raise NotImplementedError("expanded keys of cached tokens have no log-sum-exp")
+        impl = self._impl(layer)
+        impl.kv_b_proj = projections_of(self._modules[layer], self.facts.dtype)
+        impl.process_weights_after_loading(self.facts.dtype)
+        impl.attend_with_context(query, own, self._pages(layer), plan, scale, output)
+        return result_of(output, None)
+
+
+class Projections(NamedTuple):
+    """The projection of latent rows to keys and values of every head."""
+
+    weight: torch.Tensor
+    """``[H * (P + V), L]``."""
+
+
+def has_projections(module: Any, dtype: torch.dtype) -> bool:
+    """Whether :func:`projections_of` serves a module."""
+    if _is_plain(module, dtype):
+        return True
+    parts = [getattr(module, name, None) for name in ("w_kc", "w_vc")]
+    served = dtype, torch.float8_e4m3fn
+    is_blockwise = getattr(module, "use_deep_gemm_bmm", False)
+    return not is_blockwise and all(one is not None and one.dtype in served for one in parts)
+
+
+def projections_of(module: Any, dtype: torch.dtype) -> Projections:
+    """The projections of a module of latent attention, in the model's type.
+
+    Args:
+        module: SGLang's module. It has them as a layer's weight, and as ``w_kc`` ``[H, P, L]`` and
+            ``w_vc`` ``[H, L, V]``, which are e4m3 with one scale where the weight has other scales.
+        dtype: the model's.
+    """
+    if _is_plain(module, dtype):
+        return Projections(module.kv_b_proj.weight)
+    joined = torch.cat([module.w_kc.to(dtype), module.w_vc.to(dtype).transpose(1, 2)], 1)
+    if module.w_kc.dtype != dtype:
+        joined = joined * module.w_scale
+    return Projections(joined.to(dtype).flatten(0, 1))
+
+
+def _is_plain(module: Any, dtype: torch.dtype) -> bool:
+    weight = getattr(module.kv_b_proj, "weight", None)
+    return weight is not None and weight.dtype == dtype
 
 
 def one_token_each(batch: CommonAttentionMetadata) -> CommonAttentionMetadata:

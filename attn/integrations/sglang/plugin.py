@@ -31,12 +31,16 @@ def register() -> None:
         return
     compat.register_factory(NAME, make_backend)
     compat.serve_latent_models(NAME)
+    compat.serve_sparse_models(sparse_class, start)
+    compat.adjust_arguments(NAME)
     compat.serve_drafts(NAME, make_draft, make_backend)
-    logger.info("attn-backends: --attention-backend %s is there, for dense and MLA models", NAME)
+    logger.info(
+        "attn-backends: --attention-backend %s is there, for dense, MLA and DSA models", NAME
+    )
 
 
 def make_backend(runner: Any) -> Any:
-    """The backend of a model; SGLang calls it once for each of its runners.
+    """The backend of a model, warmed up; SGLang calls it once for each of its runners.
 
     Args:
         runner: SGLang's ``ModelRunner``.
@@ -50,8 +54,22 @@ def make_backend(runner: Any) -> Any:
     if runner.use_mla_backend:
         from attn.integrations.sglang.latent import LatentBackend
 
-        return LatentBackend(runner)
-    return DenseBackend(runner)
+        return start(LatentBackend(runner))
+    return start(DenseBackend(runner))
+
+
+def start(backend: Any) -> Any:
+    """A new backend, warmed up on a GPU."""
+    from attn.integrations.sglang.backend import started
+
+    return started(backend)
+
+
+def sparse_class() -> Any:
+    """The class of the backend of sparse latent layers."""
+    from attn.integrations.sglang.sparse import SparseBackend
+
+    return SparseBackend
 
 
 def make_draft(runner: Any, topk: int, num_steps: int) -> Any:

@@ -25,6 +25,9 @@ class Step:
     written: torch.Tensor
     """``[T]`` int64: SGLang's slots of the new tokens, which the batch was made from."""
     tables: SlotTables
+    cached: list[int]
+    """Cached tokens of each request of a step of prompts, as the host knows them; else zeros, which
+    nothing reads."""
     records: dict[Any, Any]
 
     @property
@@ -137,4 +140,5 @@ def make_step(batch: Any, tables: SlotTables, draft_step: int | None) -> Step:
             block_table_tensor=tables.window_table[:reqs],
             slot_mapping=tables.window_new[:num_tokens],
         )
-    return Step(full, window, written, tables, {})
+    cached = getattr(batch, "extend_prefix_lens_cpu", None) if lengths.host is not None else None
+    return Step(full, window, written, tables, [*map(int, cached or [0] * reqs)], {})
