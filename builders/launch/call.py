@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from threading import Lock
+from typing import Any, Final
 
 import torch
 
@@ -42,6 +43,12 @@ def collected_calls() -> Iterator[list[KernelCall]]:
         collected.reset(token)
 
 
+# Triton 3.6 loads every C function as a Python module of one name. Where a module is loaded again,
+# Python puts its functions into the module of that name that was loaded last, from which another
+# thread may be about to take its own.
+_LOADING: Final = Lock()
+
+
 def compile_calls(calls: Sequence[KernelCall], device: torch.device) -> None:
     """Compile the kernels of launches in several threads, since one takes seconds.
 
@@ -59,7 +66,8 @@ def compile_calls(calls: Sequence[KernelCall], device: torch.device) -> None:
             for call in group:
                 compiled = call.kernel.warmup(grid=call.grid, **call.arguments, **call.options)
                 # Load the kernel here too: Triton 3.6 compiles a C function for it then.
-                getattr(compiled, "run", None)
+                with _LOADING:
+                    getattr(compiled, "run", None)
 
     with ThreadPoolExecutor(_COMPILERS) as pool:
         list(pool.map(compile_group, by_variant(calls)))

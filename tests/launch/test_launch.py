@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -106,6 +107,28 @@ def test_variants_compile_side_by_side_and_calls_of_one_after_another(
     assert same == [{"a": a, "B": 7, "num_warps": 8, **options} for a in (1, 2)]
     assert [given for _, _, given in other.calls] == [{"a": 1, "B": 7, "num_warps": 8, **options}]
     assert len(one.calls) == 4
+
+
+def test_kernels_are_loaded_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.6 may give a kernel another kernel's C function where two threads load."""
+    monkeypatch.setattr(torch.cuda, "device", lambda which: nullcontext())
+    loading, most = [0], [0]
+
+    class Loaded:
+        @property
+        def run(self) -> None:
+            loading[0] += 1
+            most[0] = max(most[0], loading[0])
+            time.sleep(0.002)
+            loading[0] -= 1
+
+    class Slow(Compiled):
+        def warmup(self, grid: tuple[int, ...], **given: Any) -> Loaded:
+            return Loaded()
+
+    calls = [KernelCall(Slow(["a"]), (1,), {"a": 1}) for _ in range(20)]
+    compile_calls(calls, torch.device("cuda", 0))
+    assert most == [1]
 
 
 def test_a_compile_that_fails_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
