@@ -9,7 +9,6 @@ import torch
 from attn.impls.base import AttentionLayer, check_scale
 from attn.impls.latent.base import LatentImpl
 from attn.impls.warm import run_compiled
-from attn.kernels.latent.tensors import LatentTensors
 from builders.checks.debug import debug_read, debug_slots
 from builders.checks.tensors import check_count, k_scale_of, latent_query
 from builders.latent.triton_mla import check_latent_dtypes, check_latent_widths
@@ -93,6 +92,9 @@ class TritonMLAImpl(LatentImpl):
             debug_slots(attn_metadata.slot_mapping, attn_metadata.num_actual_tokens)
             num_blocks, block_size = kv_c_and_k_pe_cache.shape[:2]
             debug_read(step.block_table, step.seq_lens.cpu(), num_blocks, block_size)
+        # Imported late: a process that only chooses a backend imports no kernel.
+        from attn.kernels.latent.tensors import LatentTensors
+
         latent, rope = self._fields(kv_c_and_k_pe_cache, self.cache_dtype, dtype)
         attn_metadata.check_cache(latent.shape[1], latent.dtype)
         viewed = self._viewed

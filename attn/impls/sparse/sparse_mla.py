@@ -21,7 +21,6 @@ from attn.impls.sparse.vendor_calls import (
 )
 from attn.impls.viewed import ViewedCache
 from attn.impls.warm import run_compiled
-from attn.kernels.sparse.layer import SparseTensors, field_pointers
 from attn.ops.joint_lists import can_join, join_lists
 from attn.ops.latent_convert import convert_rows, rope_and_write_latent_rows, write_latent_rows
 from attn.ops.sparse_mla import attend_listed, sparse_launcher
@@ -327,6 +326,9 @@ class SparseMLAImpl(LatentImpl):
         This runs in every layer of every step, so nothing is sliced that has the right size, and
         what the step's layers share is prepared once.
         """
+        # Imported late: a process that only chooses a backend imports no kernel.
+        from attn.kernels.sparse.layer import SparseTensors
+
         count, launch = rows.num_rows, rows.launch
         assert launch is not None
         query, rotary, out, lse = tensors
@@ -352,6 +354,8 @@ class SparseMLAImpl(LatentImpl):
         Returns:
             False where the tensors do not allow it; nothing is computed then.
         """
+        from attn.kernels.sparse.layer import SparseTensors
+
         tokens = slice(rows.first_token, rows.first_token + rows.num_rows)
         query, rotary, out, lse = (tensor[tokens] for tensor in tensors)
         if not can_join(joint.lists, query, rotary, kv_cache):
@@ -376,6 +380,8 @@ class SparseMLAImpl(LatentImpl):
         self, kv_cache: torch.Tensor, model_dtype: torch.dtype
     ) -> dict[str, torch.Tensor | None]:
         """The fields of the cache's rows, kept while the cache lives; a layer has only one."""
+        from attn.kernels.sparse.layer import field_pointers
+
         kept = self._fields_kept
         known = None if kept is None else kept.of(kv_cache, model_dtype)
         if known is not None:
