@@ -57,7 +57,6 @@ def kernels_of(builder: Any, spec: Any, **settings: Any) -> dict[str, str]:
 
 PORTABLE = Kernels.own(PrefillKernel.TRITON, DecodeKernel.TRITON)
 MIXED = Kernels.own(PrefillKernel.TRITON, DecodeKernel.HOPPER)
-DECODES_ON_HOPPER = Kernels.own(PrefillKernel.AUTO, DecodeKernel.HOPPER)
 
 
 @pytest.mark.usefixtures("on_hopper")
@@ -67,11 +66,9 @@ DECODES_ON_HOPPER = Kernels.own(PrefillKernel.AUTO, DecodeKernel.HOPPER)
         (FULL, {}, BOTH),
         (FULL, {"kernels": PORTABLE}, NEITHER),
         (FULL, {"kernels": MIXED}, {"decode": "hopper", "prefill": "triton"}),
-        # With batch invariance both phases have the portable kernels' bits.
+        # With batch invariance the split-KV kernel takes every row.
         (FULL, {"batch_invariant": True}, NEITHER),
-        (FULL.replace(head_size=256), {"batch_invariant": True}, NEITHER),
-        # The Hopper split-KV kernel takes every row then.
-        (FULL, {"batch_invariant": True, "kernels": DECODES_ON_HOPPER}, BOTH),
+        (FULL.replace(head_size=256), {"batch_invariant": True}, BOTH),
         (ENCODER, {}, {"prefill": "hopper"}),
     ],
 )

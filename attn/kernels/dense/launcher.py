@@ -167,13 +167,10 @@ class DenseLauncher:
                 return (on_hopper,)
         varying["tile_starts_ptr"] = plan.tile_starts
         varying["first_ptr"] = step.first_positions
-        cuts = plan.segmented
-        varying["states_ptr"] = None if cuts is None else cuts.states
-        varying["sums_ptr"] = None if cuts is None else cuts.sums
 
         def new_launcher() -> Launcher:
             fixed = self._fixed(step, tensors, varying)
-            tile, own = prefill_constants(plan, fixed)
+            tile, own = prefill_constants(plan.tile, fixed)
             fixed |= own
             fixed["HEADS"] = self.layer.num_heads
             fixed |= absent_arguments(prefill_kernel.arg_names, varying)
@@ -184,7 +181,7 @@ class DenseLauncher:
                 options=LaunchOptions(num_warps=tile.num_warps, num_stages=tile.num_stages),
             )
 
-        launcher = self._tiled.of((plan.static, variant), new_launcher)
+        launcher = self._tiled.of((plan.tile, variant), new_launcher)
         return (launcher.bind((plan.programs,), varying),)
 
     def _prefill_on_hopper(
