@@ -285,11 +285,10 @@ class IndexTile:
     hopper_rows: int = 0
     """Most rows of queries that a program of the Hopper kernel scores over gathered keys; 0 gives
     all rows to the portable kernel. The Hopper kernel multiplies e4m3 as e4m3."""
-    hopper_group: int = 4
-    """Rows of queries that the Hopper kernel loads together; their products follow each other
-    without a pause."""
-    hopper_stages: int = 4
-    """Groups of rows that are under way in the Hopper kernel, a power of two."""
+    hopper_stages: int = 8
+    """Rows of queries that are under way in the Hopper kernel, a power of two, at least 2."""
+    hopper_at_once: int = 4
+    """Rows of queries whose products follow each other without a pause in the Hopper kernel."""
     select_short: int = 4096
     """Logits of a short row, which the selection keeps in registers."""
     select_long: int = 16384

@@ -21,8 +21,8 @@ from tests.tools import gluon_in_numpy
 E4M3 = torch.float8_e4m3fn
 WIDTH = 128
 TILES = {
-    "groups of 2": IndexTile(hopper_rows=32, hopper_group=2, hopper_stages=4),
-    "groups of 4": IndexTile(hopper_rows=64, hopper_group=4, hopper_stages=2),
+    "2 at once": IndexTile(hopper_rows=32, hopper_stages=2, hopper_at_once=2),
+    "4 at once": IndexTile(hopper_rows=96, hopper_stages=8, hopper_at_once=4),
 }
 
 
@@ -34,12 +34,7 @@ def exchanged(x: np.ndarray, y: np.ndarray, lanes: np.ndarray, bit: np.ndarray) 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[KernelCall]:
     """The launches that numpy has run."""
-    meaning = {
-        hopper_ragged.EXCHANGE.value: exchanged,
-        hopper_ragged.IN_PLACE.value: lambda x, y: (x, y),
-    }
-    for text, function in meaning.items():
-        monkeypatch.setitem(gluon_in_numpy.ASSEMBLY, text, function)
+    monkeypatch.setitem(gluon_in_numpy.ASSEMBLY, hopper_ragged.EXCHANGE.value, exchanged)
     monkeypatch.setattr(hopper_launch, "_described", lambda rows, box, swizzle: rows)
     translation = gluon_in_numpy.Translation()
     return gluon_in_numpy.take_over(monkeypatch, hopper_ragged_logits_kernel, translation)
@@ -123,7 +118,7 @@ def test_logits_are_those_of_the_definition(
 @pytest.mark.parametrize("heads", [4, 20, 32])
 def test_heads_that_are_not_there_add_nothing(heads: int, calls: list[KernelCall]) -> None:
     given = Prompts(CASES["requests share blocks"], heads)
-    assert given.is_right(given.logits(TILES["groups of 2"]))
+    assert given.is_right(given.logits(TILES["2 at once"]))
     assert len(calls) == 1
 
 
@@ -138,7 +133,7 @@ def test_loads_may_come_late(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("calls")
 def test_a_row_s_bits_are_its_own() -> None:
     given = Prompts(CASES["requests share blocks"], 16)
-    tile = TILES["groups of 2"]
+    tile = TILES["2 at once"]
     whole = given.logits(tile)
     for row in (0, 39, 40, 60, 92):
         seen = int(given.ends[row] - given.starts[row])
@@ -152,7 +147,7 @@ def test_what_tma_cannot_load_goes_to_the_portable_kernel(
 ) -> None:
     """Rows of weights begin at multiples of 16 bytes for 4, 8, 12 ... heads."""
     given = Prompts(CASES["one key"], heads)
-    assert given.is_right(given.logits(TILES["groups of 2"]))
+    assert given.is_right(given.logits(TILES["2 at once"]))
     assert calls == []
 
 
@@ -173,4 +168,4 @@ FAULTS: dict[str, Callable[[Prompts], None]] = {
 def test_faults_are_found(fault: str) -> None:
     given, wrong = (Prompts(((60, 20, 30),), 8) for _ in range(2))
     FAULTS[fault](wrong)
-    assert not given.is_right(wrong.logits(TILES["groups of 2"])[:, :60])
+    assert not given.is_right(wrong.logits(TILES["2 at once"])[:, :60])

@@ -126,7 +126,14 @@ def test_programs_of_logits_take_pages_once_there_are_many(
 
 @pytest.mark.parametrize(
     ("rows", "keys", "tokens"),
-    [(16384, 4096, 128), (8192, 4096, 64), (2048, 4096, 64), (100, 4096, 64), (4096, 12288, 128)],
+    [
+        (16384, 4096, 128),
+        (4096, 12288, 128),
+        (8192, 4096, 64),
+        (2048, 4096, 64),
+        (100, 4096, 32),
+        (1, 1, 32),
+    ],
 )
 def test_programs_of_logits_take_tokens_once_there_are_many(
     rows: int, keys: int, tokens: int

@@ -96,13 +96,12 @@ def hopper_ragged_logits_call(
     """
     rows, heads, width = query.shape
     padded = max(triton.next_power_of_2(heads), FEWEST_INDEX_ROWS)
-    group = tile.hopper_group
     # Most keys that a token sees.
     most = min(logits.shape[1], len(keys.data))
     tokens = index_tokens(tile, device_facts(query.device).num_multiprocessors, rows, most)
     arguments = {
-        "q_desc": _described(query.view(torch.uint8), (group, padded, width), width),
-        "weights_desc": _described(weights, (group, padded), 0),
+        "q_desc": _described(query.view(torch.uint8), (1, padded, width), width),
+        "weights_desc": _described(weights, (1, padded), 0),
         "data_desc": _described(keys.data.view(torch.uint8), (_KEY_BOX, width), width),
         "scale_ptr": keys.scale,
         "starts_ptr": starts,
@@ -113,8 +112,8 @@ def hopper_ragged_logits_call(
         "tokens": tokens,
         "logits_row": logits.stride(0),
         "HEADS": padded,
-        "GROUP": group,
         "STAGES": tile.hopper_stages,
+        "AT_ONCE": tile.hopper_at_once,
     }
     grid = (cdiv(most, INDEX_KEYS), cdiv(rows, tokens))
     return KernelCall(hopper_ragged_logits_kernel, grid, arguments, num_warps=4)

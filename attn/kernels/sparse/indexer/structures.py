@@ -49,29 +49,24 @@ class KeyTile:
 
 @aggregate
 class QueryRing:
-    """Stages in shared memory, through which the queries and weights of tokens come.
-
-    A stage has GROUP tokens, so that warp groups meet at its barriers once for all of them.
-    """
+    """Stages in shared memory, through which the queries and weights of tokens come."""
 
     boxes: gl.shared_memory_descriptor
-    """``[STAGES, GROUP, HEADS, 128]`` uint8, as TMA writes them."""
+    """``[STAGES, 1, HEADS, 128]`` uint8, as TMA writes them."""
     tiles: gl.shared_memory_descriptor
-    """``[STAGES * GROUP, HEADS, 128]``, the same as e4m3, as products read them."""
+    """``[STAGES, HEADS, 128]``, the same as e4m3, as products read them."""
     weight_boxes: gl.shared_memory_descriptor
-    """``[STAGES, GROUP, HEADS]`` fp32, weights as TMA writes them."""
+    """``[STAGES, 1, HEADS]`` fp32, weights as TMA writes them."""
     weights: gl.shared_memory_descriptor
-    """``[STAGES * GROUP, HEADS]`` fp32, the same."""
+    """``[STAGES, HEADS]`` fp32, the same."""
     full: gl.shared_memory_descriptor
-    """``[STAGES, 1]`` mbarriers: the tokens are there."""
+    """``[STAGES, 1]`` mbarriers: the token is there."""
     empty: gl.shared_memory_descriptor
-    """``[STAGES, 1]`` mbarriers: all warp groups have read the tokens."""
+    """``[STAGES, 1]`` mbarriers: all warp groups have read the token."""
     HEADS: gl.constexpr
     """int, columns of a product; heads that are not there have queries and weights of 0."""
-    GROUP: gl.constexpr
-    """int, tokens of a stage."""
     STAGES: gl.constexpr
-    """int, groups of tokens that are under way, a power of two."""
+    """int, tokens that are under way, a power of two."""
 
     @gluon.jit
     def stage_of(self, turn):
@@ -86,18 +81,18 @@ class QueryRing:
 
     @gluon.jit
     def wait_full(self, turn):
-        """Wait until the tokens of that turn are there."""
+        """Wait until the token of that turn is there."""
         mbarrier.wait(self.full.index(self.stage_of(turn)), self.parity_of(turn))
 
     @gluon.jit
     def wait_empty(self, turn):
-        """Wait until there is room for the tokens of that turn."""
+        """Wait until there is room for the token of that turn."""
         # A fresh barrier lets parity 1 pass at once.
         mbarrier.wait(self.empty.index(self.stage_of(turn)), self.parity_of(turn) ^ 1)
 
     @gluon.jit
     def give_back(self, turn):
-        """Say that the warp group has read the tokens of that turn."""
+        """Say that the warp group has read the token of that turn."""
         mbarrier.arrive(self.empty.index(self.stage_of(turn)), count=1)
 
 
