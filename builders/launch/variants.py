@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 Entry = TypeVar("Entry")
 
@@ -17,7 +17,7 @@ class Variants(Generic[Entry]):
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], Entry] = {}
-        self._latest: tuple[tuple[Any, ...] | None, Entry | None] = (None, None)
+        self._latest: tuple[tuple[Any, ...] | None, Any] = (None, None)
 
     def __len__(self) -> int:
         return len(self._known)
@@ -38,4 +38,5 @@ class Variants(Generic[Entry]):
                 self._known[key] = make(*arguments)
             entry = self._known[key]
             self._latest = (key, entry)
-        return cast("Entry", entry)
+        found: Entry = entry
+        return found

@@ -80,6 +80,8 @@ class KeyRows:
         self.variant = (
             key.dtype,
             value.dtype,
+            key.is_cuda,
+            value.is_cuda,
             key.shape[1:],
             value.shape[1:],
             key.stride(),
