@@ -23,6 +23,8 @@ class ViewedCache(Generic[Views]):
         self.views: Views | None = views
         self.made: Any = None
         """What a forward prepared from the views, kept with them."""
+        self.pages: tuple[int, torch.dtype] | None = None
+        """Tokens of a block and type of the elements, where the impl checks them at each step."""
         self.model_dtype = model_dtype
         self.address = kv_cache.data_ptr()
         self.kv_cache = weakref.ref(kv_cache, self._forget)

@@ -22,7 +22,6 @@ import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from operator import itemgetter
 from typing import Any, cast
 
 import torch
@@ -74,14 +73,17 @@ class CompiledLaunch:
         groups: Mapping[str, tuple[str, ...]],
         compiled: Any,
         arguments: Mapping[str, Any],
+        *,
+        is_typed: bool = False,
     ) -> None:
         """
         Args:
             kernel: the ``triton.jit`` function.
-            varying: arguments that differ from launch to launch, by name, in the kernel's order.
+            varying: arguments that differ from launch to launch, by name.
             groups: names in ``varying`` that stand for several arguments of the kernel.
             compiled: the compiled kernel that a launch through Triton returned.
             arguments: every argument of that launch, by name and in the kernel's order.
+            is_typed: see :class:`builders.launch.launcher.Launcher`.
 
         Raises:
             UnknownError: Triton's launcher or an argument is of an unknown kind.
@@ -93,15 +95,20 @@ class CompiledLaunch:
         self._current_device = _device_getter(self._driver)
         self._call, self._base, self._is_nested = _bottom_of(compiled, [*arguments.values()])
         self._words, places, encoders = self._expanded(arguments)
+        self._is_typed = is_typed
         self._types = [*map(type, varying.values())]
-        self._groups: list[tuple[int, slice, tuple[Any, ...], tuple[bool, ...] | None]] = []
+        self._tensor_types: list[tuple[int, torch.dtype, bool]] = []
+        """For each tensor its index in ``varying``, its dtype, and whether it is on a GPU."""
+        self._group_types: list[tuple[int, tuple[Any, ...]]] = []
+        """For each :class:`Pointers` its index in ``varying``, and its kinds."""
+        self._groups: list[tuple[int, slice, tuple[bool, ...] | None]] = []
         self._descriptors: list[tuple[int, slice, _Encoder]] = []
-        self._tensors: list[tuple[int, int, torch.dtype, bool, bool | None]] = []
-        """For each tensor its index in ``varying``, its place, its dtype, whether it is on a GPU,
-        and whether it is aligned; None where the kernel is compiled for any alignment."""
-        self._integer_places: list[tuple[int, int]] = []
-        integers: list[int] = []
-        specialised: list[int] = []
+        self._tensors: list[tuple[int, int, bool | None]] = []
+        """For each tensor its index in ``varying``, its place, and whether it is aligned; None
+        where the kernel is compiled for any alignment."""
+        self._integers: list[tuple[int, int, int, int | None]] = []
+        """For each integer its index in ``varying``, its place, its width, and its mark; None where
+        the kernel is compiled for any integer of that width."""
         params = {param.name: param for param in kernel.params}
         for index, (name, value) in enumerate(varying.items()):
             members = [params[member] for member in groups.get(name, (name,))]
@@ -116,35 +123,19 @@ class CompiledLaunch:
                 if where != [*range(where[0], where[0] + len(where))]:
                     raise UnknownError
                 span = slice(where[0], where[-1] + 1)
-                self._groups.append(
-                    (index, span, value.kinds, None if is_waived else value.aligned)
-                )
+                self._group_types.append((index, value.kinds))
+                self._groups.append((index, span, None if is_waived else value.aligned))
             elif type(value) in TENSORS:
                 is_aligned = value.data_ptr() % ALIGNMENT == 0
-                self._tensors.append(
-                    (
-                        index,
-                        place.start,
-                        value.dtype,
-                        value.is_cuda,
-                        None if is_waived else is_aligned,
-                    )
-                )
+                self._tensor_types.append((index, value.dtype, value.is_cuda))
+                self._tensors.append((index, place.start, None if is_waived else is_aligned))
             elif type(value) is int:
-                self._integer_places.append((index, place.start))
-                integers.append(index)
-                if not param.do_not_specialize:
-                    specialised.append(index)
+                mark = None if param.do_not_specialize else _mark(value)
+                self._integers.append((index, place.start, value >> 31, mark))
             elif name in encoders:
                 self._descriptors.append((index, place, encoders[name]))
             elif value is not None:
                 raise UnknownError
-        self._integers, self._specialised = picker(integers), picker(specialised)
-        values = [*varying.values()]
-        self._known_integers = self._integers(values)
-        """Integers of the latest launch, which fit; the next launch's are mostly equal to them."""
-        self._widths = [value >> 31 for value in self._known_integers]
-        self._marks = [*map(_mark, self._specialised(values))]
 
     def _expanded(
         self, arguments: Mapping[str, Any]
@@ -174,74 +165,68 @@ class CompiledLaunch:
             places[name] = slice(start, len(words))
         return words, places, encoders
 
-    def words_of(self, values: Sequence[Any]) -> list[Any] | None:
-        """The C function's arguments for a launch.
+    def launch(self, grid: tuple[int, ...], values: Sequence[Any]) -> bool:
+        """Enqueue a launch on the current stream.
 
         Args:
-            values: values of the arguments that vary, in the kernel's order.
+            grid: programs in up to three dimensions, none of them 0.
+            values: values of the arguments that vary, in the launcher's order.
 
         Returns:
-            The arguments; None if Triton would compile another kernel, or another device is
+            False, without a launch, if Triton would compile another kernel, or another device is
             current.
         """
         if (
-            [*map(type, values)] != self._types
-            or (self._integers(values) != self._known_integers and not self._fit(values))
+            not (self._is_typed or self._have_types(values))
             or driver.active is not self._driver
             or self._current_device() != self._device
         ):
-            return None
+            return False
         words = self._words.copy()
-        # One loop over the tensors: every further pass costs the host a tenth of a forward.
-        for index, place, dtype, is_on_gpu, is_aligned in self._tensors:
-            tensor = values[index]
-            address = tensor.data_ptr()
-            if (
-                tensor.dtype is not dtype
-                # Triton refuses tensors that the GPU cannot read.
-                or tensor.is_cuda is not is_on_gpu
-                or (is_aligned is not None and (address % ALIGNMENT == 0) is not is_aligned)
-            ):
-                return None
-            words[place] = address
-        for index, place in self._integer_places:
-            words[place] = values[index]
-        for index, where, kinds, aligned in self._groups:
+        for index, place, is_aligned in self._tensors:
+            words[place] = address = values[index].data_ptr()
+            if is_aligned is not None and (address % ALIGNMENT == 0) is not is_aligned:
+                return False
+        for index, place, width, mark in self._integers:
+            value = values[index]
+            # Most integers are equal to the first launch's, which are among the words.
+            if value != words[place]:
+                if value >> 31 != width or (mark is not None and _mark(value) != mark):
+                    return False
+                words[place] = value
+        for index, where, aligned in self._groups:
             pointers = values[index]
-            if pointers.kinds != kinds or (aligned is not None and pointers.aligned != aligned):
-                return None
+            if aligned is not None and pointers.aligned != aligned:
+                return False
             words[where] = pointers.addresses
         for index, where, encoder in self._descriptors:
             descriptor = values[index]
             encoded = descriptor.__dict__.get(encoder.key) or encoder.words_of(descriptor)
             if encoded is None:
-                return None
+                return False
             words[where] = encoded
-        return words
-
-    def _fit(self, values: Sequence[Any]) -> bool:
-        """Whether Triton would compile this kernel for the integers among ``values``."""
-        integers = self._integers(values)
-        if [value >> 31 for value in integers] != self._widths or [
-            *map(_mark, self._specialised(values))
-        ] != self._marks:
-            return False
-        self._known_integers = integers
-        return True
-
-    def launch(self, grid: tuple[int, ...], words: list[Any]) -> None:
-        """Enqueue a launch on the current stream.
-
-        Args:
-            grid: programs in up to three dimensions, none of them 0.
-            words: the C function's arguments, from :meth:`words_of`.
-        """
-        x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
+        x, y, z = (grid[0], 1, 1) if len(grid) == 1 else (*grid, 1)[:3]
         stream = self._driver.get_current_stream(self._device)
         if self._is_nested:
             self._call(x, y, z, stream, *self._base, words)
         else:
             self._call(x, y, z, stream, *self._base, *words)
+        return True
+
+    def _have_types(self, values: Sequence[Any]) -> bool:
+        """Whether the values have the types of the values that Triton compiled this kernel for."""
+        if [*map(type, values)] != self._types:
+            return False
+        for index, dtype, is_on_gpu in self._tensor_types:
+            tensor = values[index]
+            # Triton refuses tensors that the GPU cannot read.
+            if tensor.dtype is not dtype or tensor.is_cuda is not is_on_gpu:
+                return False
+        # A loop, since a generator would cost more than what it compares.
+        for index, kinds in self._group_types:  # noqa: SIM110
+            if values[index].kinds != kinds:
+                return False
+        return True
 
 
 def _mark(value: int) -> int:
@@ -359,13 +344,3 @@ def _bottom_under(launch: Any) -> Callable[..., Any]:
     if len(found) != 1:
         raise UnknownError
     return cast("Callable[..., Any]", found[0])
-
-
-def picker(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """A function that takes the items at ``keys`` out of a sequence or a mapping, as a tuple."""
-    if not keys:
-        return lambda values: ()
-    if len(keys) == 1:
-        (key,) = keys
-        return lambda values: (values[key],)
-    return itemgetter(*keys)

@@ -22,9 +22,10 @@ Capturing a CUDA graph needs no special care, since a captured launch copies its
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction
 
 from builders.launch.call import KernelCall, LaunchOptions, collected
-from builders.launch.compiled import CompiledLaunch, UnknownError, is_known_triton, picker
+from builders.launch.compiled import CompiledLaunch, UnknownError, is_known_triton
 
 MOST_SPECIALISED = 8
 """Most compiled kernels that a launcher keeps; launches that need others go through Triton."""
@@ -63,17 +64,21 @@ class Launcher:
         *,
         groups: Mapping[str, tuple[str, ...]] | None = None,
         options: LaunchOptions = _DEFAULT_OPTIONS,
+        is_typed: bool = False,
     ) -> None:
         """
         Args:
             kernel: the ``triton.jit`` or ``gluon.jit`` function.
             fixed: arguments that every launch shares, by name; no tensors, since a launcher keeps
                 no address.
-            varying: names of the arguments that each launch is given; None for all that are not
-                fixed.
+            varying: names of the arguments that each launch is given, in the order in which it is
+                given their values; None for all that are not fixed, in the kernel's order.
             groups: names in ``varying`` that stand for several consecutive arguments of the kernel.
                 A launch is given one :class:`~builders.launch.pointers.Pointers` for them.
             options: how the kernel is compiled and launched.
+            is_typed: all launches are given values of the same types, and tensors of the same
+                dtypes, on the GPU. A launcher checks that at every launch otherwise; an owner that
+                has a launcher for each combination need not.
 
         Raises:
             TypeError: ``fixed`` and ``varying`` do not add up to the kernel's arguments, or a
@@ -82,7 +87,6 @@ class Launcher:
         self._groups = groups or {}
         given = [name for name in kernel.arg_names if name not in fixed]
         wanted = [*given] if varying is None else [*varying]
-        first = {name: self._groups.get(name, (name,))[0] for name in wanted}
         named = {*fixed, *(one for name in wanted for one in self._groups.get(name, (name,)))}
         arguments = set(kernel.arg_names)
         if named != arguments:
@@ -93,16 +97,16 @@ class Launcher:
         for name, value in fixed.items():
             if isinstance(value, torch.Tensor):
                 raise TypeError(f"{name} must vary, for it is a tensor")
-        places = {name: place for place, name in enumerate(kernel.arg_names)}
         self.kernel = kernel
         self.arguments: dict[str, Any] = {name: fixed.get(name) for name in kernel.arg_names}
         """Every argument in the kernel's order; None for arguments that vary."""
-        self.varying = tuple(sorted(wanted, key=lambda name: places[first[name]]))
-        """Names of the arguments that vary, in the kernel's order."""
+        self.varying = tuple(wanted)
+        """Names of the arguments that vary, in the order in which launches are given values."""
+        self._is_typed = is_typed
         self._options = {
             field.name: getattr(options, field.name) for field in fields(LaunchOptions)
         }
-        self._pick = picker(self.varying)
+        self._pick = _picker(self.varying)
         self._compiled: list[CompiledLaunch] = []
         has_knobs = all(hasattr(knobs.runtime, name) for name in _KNOBS)
         self._learns = (
@@ -123,7 +127,7 @@ class Launcher:
 
         Args:
             grid: programs in up to three dimensions.
-            *values: values of the arguments that vary, in the kernel's order.
+            *values: values of the arguments that vary, in the order of :attr:`varying`.
         """
         if 0 in grid:
             return
@@ -133,9 +137,7 @@ class Launcher:
             return
         if self._compiled and not self.kernel.pre_run_hooks and not is_watched():
             for compiled in self._compiled:
-                words = compiled.words_of(values)
-                if words is not None:
-                    compiled.launch(grid, words)
+                if compiled.launch(grid, values):
                     return
         call = self.call(grid, values)
         self._learn(call.launch_through_triton(), values, call.arguments)
@@ -145,7 +147,7 @@ class Launcher:
 
         Args:
             grid: programs in up to three dimensions.
-            values: values of the arguments that vary, in the kernel's order.
+            values: values of the arguments that vary, in the order of :attr:`varying`.
         """
         varying: dict[str, Any] = {}
         for name, value in zip(self.varying, values, strict=True):
@@ -161,14 +163,16 @@ class Launcher:
 
         Args:
             compiled: the result of the launch through Triton.
-            values: values of the arguments that vary, in the kernel's order.
+            values: values of the arguments that vary, in the order of :attr:`varying`.
             arguments: every argument of that launch, by name.
         """
         if not self._learns or not isinstance(compiled, CompiledKernel) or is_watched():
             return
         varying = dict(zip(self.varying, values, strict=True))
         try:
-            kept = CompiledLaunch(self.kernel, varying, self._groups, compiled, arguments)
+            kept = CompiledLaunch(
+                *(self.kernel, varying, self._groups, compiled, arguments), is_typed=self._is_typed
+            )
             self._compiled.append(kept)
         except (LookupError, AttributeError, StopIteration, TypeError, ValueError, UnknownError):
             # Triton's launcher is unknown now, and will be at the next launch too.
@@ -190,7 +194,7 @@ class Launch:
         Args:
             launcher: the launcher of the kernel.
             grid: programs in up to three dimensions.
-            values: values of the arguments that vary, in the kernel's order.
+            values: values of the arguments that vary, in the launcher's order.
         """
         self.launcher = launcher
         self._grid = grid
@@ -276,3 +280,13 @@ def is_watched() -> bool:
     except AttributeError:
         # A hook may also be a single function, or None.
         return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave) or is_changed)
+
+
+def _picker(keys: Sequence[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
+    """A function that takes the values of ``keys`` out of a mapping, as a tuple."""
+    if not keys:
+        return lambda values: ()
+    if len(keys) == 1:
+        (key,) = keys
+        return lambda values: (values[key],)
+    return itemgetter(*keys)

@@ -349,16 +349,15 @@ def test_descriptors_are_made_once_and_hold_no_tensor() -> None:
 def test_rows_of_one_forward_at_the_same_address_keep_their_descriptor() -> None:
     sizes = {"num_heads": 4, "num_kv_heads": 8, "head_size": 128, "head_size_v": 128}
     layer = DenseLayer(**sizes, scale=0.1, cache_dtype=CacheDType.AUTO, causal=False)
-    launcher, box = HopperLauncher(layer), (1, 16, 1, 64)
+    launcher = HopperLauncher(layer)
     rows = torch.zeros(4, 16, 8, 128, dtype=torch.bfloat16)
 
     def described(key: torch.Tensor) -> object:
         # Encoders have no cache whose views are kept: each forward makes them anew.
         keys = KVViews(key, key)
         made = KeyRows(keys, stored_as(CacheDType.AUTO))
-        return launcher._described(
-            "k", key, box, DenseTensors(key, keys, key, None, None, rows=made)
-        )
+        tensors = DenseTensors(key, keys, key, None, None, rows=made)
+        return launcher._described(key, key, 16, tensors)[0]
 
     first = described(rows)
     assert described(rows[:]) is first

@@ -281,6 +281,16 @@ def test_records_hold_every_argument_by_name() -> None:
         assert call.arguments["query_ptr"].shape == (31, HEADS, SIZE)
 
 
+def test_an_fp8_output_is_written_as_bytes() -> None:
+    bench = Bench()
+    record = bench.record(1, 30)
+    output = torch.zeros(31, HEADS, SIZE).to(torch.float8_e4m3fn)
+    tensors = bench.tensors(31, output=output, output_scale=torch.ones(1))
+    for call in (split_call(LAYER, record, tensors), prefill_call(LAYER, record, tensors)):
+        assert call.arguments["out_ptr"].dtype == torch.uint8
+        assert call.arguments["out_ptr"].data_ptr() == output.data_ptr()
+
+
 def test_lengths_prepare_nothing_anew(kernels: list[Recorder]) -> None:
     bench = Bench()
     bench.forward(bench.record(1, 30), 31)

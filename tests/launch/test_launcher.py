@@ -237,17 +237,22 @@ def arguments(**changes: Any) -> dict[str, Any]:
     return {**given, **changes}
 
 
-def new_launcher(driver: Driver) -> Launcher:
-    return Launcher(kernel_of(driver), FIXED, VARYING, groups={"plan": PLAN_POINTERS})
+def new_launcher(driver: Driver, is_typed: bool = False) -> Launcher:
+    varying = VARYING[::-1] if is_typed else VARYING
+    groups = {"plan": PLAN_POINTERS}
+    return Launcher(kernel_of(driver), FIXED, varying, groups=groups, is_typed=is_typed)
 
 
 # -- The same as Triton.
 
 
+@pytest.mark.parametrize("is_typed", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_random_launches_have_tritons_kernel_and_arguments(gpu: Driver, seed: int) -> None:
+def test_random_launches_have_tritons_kernel_and_arguments(
+    gpu: Driver, seed: int, is_typed: bool
+) -> None:
     dice = random.Random(seed)
-    launcher, checked = new_launcher(gpu), new_launcher(gpu)
+    launcher, checked = new_launcher(gpu, is_typed), new_launcher(gpu)
     rows = torch.zeros(32, 64, dtype=torch.float16)
     pools: dict[str, Callable[[], list[Any]]] = {
         "desc": lambda: [
@@ -266,6 +271,10 @@ def test_random_launches_have_tritons_kernel_and_arguments(gpu: Driver, seed: in
         "count": lambda: [0, 1, 2, 16, 17, -5, 2**31 - 1, 2**31, 2**40, 2**63],
         "size": lambda: [1, 16, 48, 3, 2**31],
     }
+    if is_typed:
+        pools["query_ptr"] = lambda: [tensor(offset=offset) for offset in (0, 8, 1, 3)]
+        pools["table_ptr"] = lambda: [tensor(torch.int32, offset) for offset in (0, 1)]
+        pools["sinks_ptr"] = lambda: [None]
     known: list[dict[str, Any]] = []
     past = 0
     for _ in range(400):
@@ -288,6 +297,17 @@ def test_random_launches_have_tritons_kernel_and_arguments(gpu: Driver, seed: in
         wanted = kernels[compute_cache_key(keys, specialization, options)]
         assert launched[:5] == [3, 2, 1, STREAM, wanted.function]
     assert past > 100
+
+
+def test_values_come_in_the_launchers_order(gpu: Driver) -> None:
+    given, names = arguments(), VARYING[::-1]
+    launcher = Launcher(kernel_of(gpu), FIXED, names, groups={"plan": PLAN_POINTERS})
+    assert launcher.varying == names
+    for _ in range(2):
+        launcher((3,), *(given[name] for name in names))
+        launched = gpu.launched()
+        new_launcher(gpu).bind((3,), given).launch()
+        assert gpu.launched() == launched
 
 
 @pytest.mark.parametrize(
@@ -744,7 +764,7 @@ def test_variants_are_made_once_each() -> None:
         return number
 
     for key in (1, 1, 2, 1, 3, 2):
-        assert variants.of((key,), lambda key=key: make(key)) == key
+        assert variants.of((key,), make, key) == key
     assert made == [1, 2, 3]
     with pytest.raises(ZeroDivisionError):
         variants.of((4,), lambda: 1 // 0)

@@ -75,6 +75,7 @@ class CachedImpl(DenseImpl):
             return known
         views = self._split(kv_cache, model_dtype)
         self._viewed = ViewedCache(kv_cache, model_dtype, views)
+        self._viewed.pages = views.key.shape[1], views.key.dtype
         return views
 
     def _split(self, kv_cache: torch.Tensor, model_dtype: torch.dtype) -> KVViews:

@@ -99,8 +99,10 @@ class TritonAttentionImpl(CachedImpl):
             if self._debugs:
                 _debug_read(attn_metadata, kv_cache, self.attn_type)
             keys = self._views(kv_cache, query.dtype)
-            attn_metadata.check_cache(keys.key.shape[1], keys.key.dtype)
             viewed = self._viewed
+            assert viewed is not None
+            assert viewed.pages is not None
+            attn_metadata.check_cache(*viewed.pages)
         else:
             keys = _rows_of(key, value, attn_metadata.num_actual_tokens, self.attn_type)
         sinks, slopes = self.sinks, self.alibi_slopes

@@ -58,14 +58,16 @@ def compute_type(model: torch.dtype, stored: Stored, element: torch.dtype) -> tu
     return _TRITON_TYPES[model] if is_right else tl.float32, False
 
 
-def absent_arguments(names: Sequence[str], varying: Mapping[str, Any]) -> dict[str, Any]:
+def absent_arguments(
+    optional: Mapping[str, Any], names: Sequence[str] = (*ABSENT,)
+) -> dict[str, Any]:
     """The fixed arguments that stand for those which a step lacks.
 
     Args:
-        names: a kernel's arguments.
-        varying: the arguments that the step gives.
+        optional: the arguments that the step gives of those that it may lack.
+        names: arguments of the kernel.
     """
-    return {name: value for name, value in ABSENT.items() if name in names and name not in varying}
+    return {name: ABSENT[name] for name in ABSENT if name in names and name not in optional}
 
 
 def strides(tensors: DenseTensors, k_words: torch.Tensor, v_words: torch.Tensor) -> dict[str, Any]:
@@ -99,7 +101,7 @@ def shared_constants(
     stored: Stored,
     step: TritonAttentionMetadata,
     tensors: DenseTensors,
-    varying: Mapping[str, Any],
+    words: tuple[torch.Tensor, torch.Tensor],
     form: tuple[int, bool],
 ) -> dict[str, Any]:
     """The arguments that both portable kernels have in common.
@@ -109,7 +111,7 @@ def shared_constants(
         stored: how rows of its cache are read.
         step: the builder's record.
         tensors: the tensors of a forward, which fit layer and step.
-        varying: arguments that differ from call to call, with ``key_ptr`` and ``value_ptr``.
+        words: keys and values as the kernels read them.
         form: the result of :func:`attn.kernels.lang.stored.decode_form` for the device.
     """
     stripe = step.stripe or Stripe(1, 0, 1)
@@ -121,7 +123,7 @@ def shared_constants(
     v_width, v_used = stored.width(layer.head_size_v)
     compute, guard = compute_type(tensors.query.dtype, stored, tensors.keys.key.dtype)
     decode, hardware = form
-    return strides(tensors, varying["key_ptr"], varying["value_ptr"]) | {
+    return strides(tensors, *words) | {
         "scale_head": 1 if tensors.k_scale is not None and tensors.k_scale.numel() > 1 else 0,
         "scale": layer.scale,
         "soft_cap": 1.0 if cap is None else float(cap),

@@ -7,7 +7,7 @@ the launchers of one kernel in one layer, one for each variant.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -17,7 +17,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attn.kernels.lang.memory import alignment
 from builders.dense.choice import LayerRequirements
-from builders.launch.launcher import Launch, Launcher
+from builders.launch.launcher import Launcher
 from builders.launch.variants import Variants
 from builders.splitkv.record import HopperPlan, SplitPlan
 from builders.splitkv.tiles import DenseShape, HopperDecodeTile
@@ -123,60 +123,50 @@ class HopperVariants(ABC, Generic[Plan]):
         self._variants: Variants[Launcher | None] = Variants()
         self._descriptors = Descriptors()
 
-    def bind(
+    @abstractmethod
+    def launch(
         self,
         plan: Plan,
         step: TritonAttentionMetadata,
         tensors: DenseTensors,
-        varying: dict[str, Any],
+        optional: Mapping[str, Any],
         key: tuple[Any, ...],
-        check: Callable[[], Mapping[str, Any]],
-    ) -> Launch | None:
-        """The launch of a step; None where the portable kernel serves it.
+    ) -> bool:
+        """Enqueue the launch of a step, unless the portable kernel serves it.
 
         Args:
             plan: the builder's plan for this kernel.
             step: the builder's record.
-            tensors: the tensors of this forward.
-            varying: arguments that differ from launch to launch, by the portable kernel's names;
-                this method adds the arguments that only this kernel has.
+            tensors: the tensors of this forward, which are checked once for each variant.
+            optional: arguments that a step may lack, by the portable kernel's names.
             key: everything besides the plan that decides which variant of this kernel serves the
                 step, or whether the portable kernel does.
-            check: called once for each variant. It checks the tensors, and returns the portable
-                kernel's arguments that follow from the plan.
+
+        Returns:
+            False, without a launch, where the portable kernel serves the step.
 
         Raises:
             ValueError: the kernel does not serve the step, but the configuration asks for it by
-                name; or the plan is for a layer of another shape.
+                name; or the plan is for a layer of another shape; or a tensor does not fit.
         """
-        launcher = self._variants.of(
-            (self._static(plan), key),
-            lambda: self._new_launcher(plan, step, tensors, check(), varying),
-        )
-        if launcher is None:
-            return None
-        programs = self._add_varying(plan, launcher.arguments, tensors, varying)
-        return launcher.bind((programs,), varying)
 
     def _described(
-        self, name: str, rows: torch.Tensor, box: tuple[int, ...], tensors: DenseTensors
-    ) -> TensorDescriptor:
-        """The descriptor of keys or values, kept in ``tensors.rows`` where there is one.
+        self, keys: torch.Tensor, values: torch.Tensor, run: int, tensors: DenseTensors
+    ) -> tuple[TensorDescriptor, TensorDescriptor]:
+        """The descriptors of keys and values in boxes of ``run`` tokens.
 
-        Rows that are made for one forward (encoders, expanded latent rows) lie at the same
-        addresses in the next: their descriptors are found by address and are not encoded anew.
+        They are kept in ``tensors.rows`` where there is one. Rows that are made for one forward
+        (encoders, expanded latent rows) lie at the same addresses in the next: their descriptors
+        are found by address and are not encoded anew.
         """
         kept = tensors.rows
-        if kept is None:
-            return self._descriptors.of(name, rows, box)
-        found = kept.described.get((name, box))
+        found = None if kept is None else kept.described.get(run)
         if found is None:
-            found = kept.described[name, box] = self._descriptors.of(name, rows, box)
+            box = (1, run, 1, COLUMNS)
+            found = self._descriptors.of("k", keys, box), self._descriptors.of("v", values, box)
+            if kept is not None:
+                kept.described[run] = found
         return found
-
-    @abstractmethod
-    def _static(self, plan: Plan) -> tuple[Any, ...]:
-        """The part of the variant key that stands for the plan."""
 
     @abstractmethod
     def _new_launcher(
@@ -184,24 +174,12 @@ class HopperVariants(ABC, Generic[Plan]):
         plan: Plan,
         step: TritonAttentionMetadata,
         tensors: DenseTensors,
-        constants: Mapping[str, Any],
-        varying: Mapping[str, Any],
+        optional: Mapping[str, Any],
     ) -> Launcher | None:
         """The launcher of a new variant; None leaves the step to the portable kernel.
 
-        ``constants`` are what ``check`` returned, ``varying`` what the step gives; see
-        :meth:`bind`.
+        The arguments are those of :meth:`launch`.
         """
-
-    @abstractmethod
-    def _add_varying(
-        self,
-        plan: Plan,
-        fixed: Mapping[str, Any],
-        tensors: DenseTensors,
-        varying: dict[str, Any],
-    ) -> int:
-        """Add the varying arguments that only this kernel has; return the number of programs."""
 
 
 class _Address:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +21,8 @@ from attn.kernels.dense.tensors import DenseLayer, DenseTensors, KeyRows, stored
 from attn.kernels.lang.stored import decode_form
 from builders.checks.tensors import check_lengths
 from builders.dense.record import TritonAttentionMetadata
-from builders.launch.call import KernelCall, LaunchOptions
-from builders.launch.launcher import Launch, Launcher
+from builders.launch.call import KernelCall, LaunchOptions, collected_calls
+from builders.launch.launcher import Launcher
 from builders.launch.variants import Variants
 from builders.splitkv.record import PLAN_POINTERS, HopperPlan, PrefillPlan, SplitPlan
 
@@ -29,6 +30,19 @@ if TYPE_CHECKING:
     from attn.kernels.dense.hopper_decode.launch import HopperDecodeLauncher
     from attn.kernels.dense.hopper_prefill.dequantised import DequantisedLauncher
     from attn.kernels.dense.hopper_prefill.launch import HopperLauncher
+
+_VARYING = ("query_ptr", "key_ptr", "value_ptr", "out_ptr", "table_ptr", "table_row")
+"""Arguments that every launch of a portable kernel is given."""
+_VARYING_IN_PREFILL = (
+    "query_start_ptr",
+    "seq_lens_ptr",
+    "num_reqs",
+    "tile_starts_ptr",
+    "first_ptr",
+)
+"""More arguments that every launch of the portable prefill kernel is given."""
+_SIZED = ("k_scale_ptr", "v_scale_ptr", "output_scale_ptr", "sinks_ptr", "slopes_ptr")
+"""Arguments that a step may lack and whose number of elements is the layer's."""
 
 
 class DenseLauncher:
@@ -70,21 +84,19 @@ class DenseLauncher:
         """
         if step.split is None and step.prefill is None:
             return
-        variant = self._variant(step, tensors)
-        varying = self._varying(step, tensors)
+        optional = _optional(step, tensors)
+        variant = self._variant(step, tensors, optional)
         if step.split is not None:
-            own = varying if step.prefill is None else dict(varying)
-            self._split(step.split, step, tensors, own, variant).launch()
+            self._split(step.split, step, tensors, optional, variant)
         if step.prefill is not None:
-            for launch in self._prefills(step.prefill, step, tensors, varying, variant):
-                launch.launch()
+            self._prefill(step.prefill, step, tensors, optional, variant)
 
     def split(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> KernelCall:
         """The launch that serves the step's rows with few query tokens, as data."""
         assert step.split is not None
-        variant = self._variant(step, tensors)
-        varying = self._varying(step, tensors)
-        return self._split(step.split, step, tensors, varying, variant).call
+        with collected_calls() as calls:
+            self.attend(replace(step, prefill=None), tensors)
+        return calls[-1]
 
     def prefill(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> KernelCall:
         """The launch that serves the step's rows with many query tokens, as data.
@@ -92,154 +104,171 @@ class DenseLauncher:
         Where a launch before it dequantises their keys, that launch is left out.
         """
         assert step.prefill is not None
-        variant = self._variant(step, tensors)
-        varying = self._varying(step, tensors)
-        return self._prefills(step.prefill, step, tensors, varying, variant)[-1].call
+        with collected_calls() as calls:
+            self.attend(replace(step, split=None), tensors)
+        return calls[-1]
 
     def _split(
         self,
         plan: SplitPlan,
         step: TritonAttentionMetadata,
         tensors: DenseTensors,
-        varying: dict[str, Any],
+        optional: Mapping[str, Any],
         variant: tuple[Any, ...],
-    ) -> Launch:
-        """The launch for rows with few query tokens.
+    ) -> None:
+        """Launch for rows with few query tokens.
 
         The Hopper kernel is launched where the plan is for it and it serves the layer; otherwise
         the portable kernel is.
         """
-        varying["plan"] = plan.pointers
         if plan.hopper is not None:
-            on_hopper = self._split_on_hopper(plan, step, tensors, varying, variant)
-            if on_hopper is not None:
-                return on_hopper
+            if self._hopper_decode is None:
+                from attn.kernels.dense.hopper_decode.launch import HopperDecodeLauncher
 
-        def new_launcher() -> Launcher:
-            fixed = self._fixed(step, tensors, varying)
-            check_heads(self.layer, plan)
-            fixed |= split_constants(plan, fixed["V_WIDTH"] * fixed["PLANES"])
-            fixed |= absent_arguments(decode_kernel.arg_names, varying)
-            tile, names = plan.tile, varying.keys() & set(decode_kernel.arg_names)
-            return Launcher(
-                decode_kernel,
-                fixed,
-                ["plan", *names],
-                groups={"plan": PLAN_POINTERS},
-                options=LaunchOptions(
-                    num_warps=tile.num_warps,
-                    num_stages=tile.num_stages,
-                    max_registers=tile.max_registers,
-                    waits=plan.waits,
-                ),
-            )
+                self._hopper_decode = HopperDecodeLauncher(self.layer)
+            if self._hopper_decode.launch(plan, step, tensors, optional, variant):
+                return
+        launcher = self._splits.of(
+            (plan.static, variant), self._new_split, plan, step, tensors, optional
+        )
+        rows, table = tensors.rows, step.block_table
+        assert rows is not None
+        launcher(
+            (plan.groups * plan.heads,),
+            tensors.query,
+            *rows.words,
+            tensors.written,
+            table,
+            table.stride()[0],
+            plan.pointers,
+            *optional.values(),
+        )
 
-        launcher = self._splits.of((plan.static, variant), new_launcher)
-        return launcher.bind((plan.groups * plan.heads,), varying)
+    def _new_split(
+        self,
+        plan: SplitPlan,
+        step: TritonAttentionMetadata,
+        tensors: DenseTensors,
+        optional: Mapping[str, Any],
+    ) -> Launcher:
+        """The launcher of a new variant of the portable split-KV kernel."""
+        fixed = self._fixed(step, tensors, optional)
+        check_heads(self.layer, plan)
+        fixed |= split_constants(plan, fixed["V_WIDTH"] * fixed["PLANES"])
+        tile = plan.tile
+        return Launcher(
+            decode_kernel,
+            fixed,
+            [*_VARYING, "plan", *optional],
+            groups={"plan": PLAN_POINTERS},
+            options=LaunchOptions(
+                num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
+                max_registers=tile.max_registers,
+                waits=plan.waits,
+            ),
+            is_typed=True,
+        )
 
-    def _prefills(
+    def _prefill(
         self,
         plan: PrefillPlan,
         step: TritonAttentionMetadata,
         tensors: DenseTensors,
-        varying: dict[str, Any],
+        optional: Mapping[str, Any],
         variant: tuple[Any, ...],
-    ) -> tuple[Launch, ...]:
-        """The launches for rows with many query tokens, in their order.
+    ) -> None:
+        """Launch for rows with many query tokens.
 
         There is one launch, or two where the keys of a quantised cache are dequantised first.
         """
-        hopper = plan.hopper
-        if hopper is not None and hopper.dequantised is not None:
-            if self._dequantised is None:
-                from attn.kernels.dense.hopper_prefill.dequantised import DequantisedLauncher
+        query_start, seq_lens, first = step.query_start_loc, step.seq_lens, step.first_positions
+        # Only these kernels read the tensors that are added to the variant key here.
+        variant = (
+            variant,
+            *(query_start.dtype, query_start.is_cuda, seq_lens.dtype, seq_lens.is_cuda),
+            None if first is None else (first.dtype, first.is_cuda),
+        )
+        if plan.hopper is not None and self._prefill_on_hopper(
+            plan.hopper, step, tensors, optional, variant
+        ):
+            return
+        launcher = self._tiled.of(
+            (plan.tile, variant), self._new_prefill, plan, step, tensors, optional
+        )
+        rows, table = tensors.rows, step.block_table
+        assert rows is not None
+        launcher(
+            (plan.programs,),
+            tensors.query,
+            *rows.words,
+            tensors.written,
+            table,
+            table.stride()[0],
+            query_start,
+            seq_lens,
+            step.num_reqs,
+            plan.tile_starts,
+            first,
+            *optional.values(),
+        )
 
-                self._dequantised = DequantisedLauncher(self.layer, self._stored.kind)
-            launches = self._dequantised.launches(hopper, step, tensors, varying, variant)
-            if launches is not None:
-                return launches
-        varying["query_start_ptr"] = step.query_start_loc
-        varying["seq_lens_ptr"] = step.seq_lens
-        varying["num_reqs"] = step.num_reqs
-        if hopper is not None:
-            on_hopper = self._prefill_on_hopper(hopper, step, tensors, varying, variant)
-            if on_hopper is not None:
-                return (on_hopper,)
-        varying["tile_starts_ptr"] = plan.tile_starts
-        varying["first_ptr"] = step.first_positions
-
-        def new_launcher() -> Launcher:
-            fixed = self._fixed(step, tensors, varying)
-            tile, own = prefill_constants(plan.tile, fixed)
-            fixed |= own
-            fixed["HEADS"] = self.layer.num_heads
-            fixed |= absent_arguments(prefill_kernel.arg_names, varying)
-            return Launcher(
-                prefill_kernel,
-                fixed,
-                [*(varying.keys() & set(prefill_kernel.arg_names))],
-                options=LaunchOptions(num_warps=tile.num_warps, num_stages=tile.num_stages),
-            )
-
-        launcher = self._tiled.of((plan.tile, variant), new_launcher)
-        return (launcher.bind((plan.programs,), varying),)
+    def _new_prefill(
+        self,
+        plan: PrefillPlan,
+        step: TritonAttentionMetadata,
+        tensors: DenseTensors,
+        optional: Mapping[str, Any],
+    ) -> Launcher:
+        """The launcher of a new variant of the portable prefill kernel."""
+        fixed = self._fixed(step, tensors, optional)
+        tile, own = prefill_constants(plan.tile, fixed)
+        return Launcher(
+            prefill_kernel,
+            fixed | own | {"HEADS": self.layer.num_heads},
+            [*_VARYING, *_VARYING_IN_PREFILL, *optional],
+            options=LaunchOptions(num_warps=tile.num_warps, num_stages=tile.num_stages),
+            is_typed=True,
+        )
 
     def _prefill_on_hopper(
         self,
         plan: HopperPlan,
         step: TritonAttentionMetadata,
         tensors: DenseTensors,
-        varying: dict[str, Any],
+        optional: Mapping[str, Any],
         variant: tuple[Any, ...],
-    ) -> Launch | None:
-        """The launch of the Hopper kernel; None where the portable kernel serves the layer."""
+    ) -> bool:
+        """Launch the Hopper kernel; False where the portable kernel serves the layer."""
+        # Descriptors need aligned addresses. The variant key holds the alignment of all addresses
+        # but the query's already.
+        variant = (variant, tensors.query.data_ptr() % 16)
+        if plan.dequantised is not None:
+            if self._dequantised is None:
+                from attn.kernels.dense.hopper_prefill.dequantised import DequantisedLauncher
+
+                self._dequantised = DequantisedLauncher(self.layer, self._stored.kind)
+            if self._dequantised.launch(plan, step, tensors, optional, variant):
+                return True
         if self._hopper is None:
             from attn.kernels.dense.hopper_prefill.launch import HopperLauncher
 
             self._hopper = HopperLauncher(self.layer)
+        return self._hopper.launch(plan, step, tensors, optional, variant)
 
-        def check() -> dict[str, Any]:
-            check_call(self.layer, step, tensors)
-            return {}
-
-        # Descriptors need aligned addresses. The variant key holds the alignment of all addresses
-        # but the query's already.
-        key = (variant, tensors.query.data_ptr() % 16, step.first_positions is None)
-        return self._hopper.bind(plan, step, tensors, varying, key, check)
-
-    def _split_on_hopper(
-        self,
-        plan: SplitPlan,
-        step: TritonAttentionMetadata,
-        tensors: DenseTensors,
-        varying: dict[str, Any],
-        variant: tuple[Any, ...],
-    ) -> Launch | None:
-        """The launch of the Hopper kernel; None where the portable kernel serves the layer."""
-        if self._hopper_decode is None:
-            from attn.kernels.dense.hopper_decode.launch import HopperDecodeLauncher
-
-            self._hopper_decode = HopperDecodeLauncher(self.layer)
-
-        def check() -> dict[str, Any]:
-            check_call(self.layer, step, tensors)
-            check_heads(self.layer, plan)
-            return split_constants(plan, self.layer.head_size)
-
-        return self._hopper_decode.bind(plan, step, tensors, varying, variant, check)
-
-    def _variant(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> tuple[Any, ...]:
+    def _variant(
+        self, step: TritonAttentionMetadata, tensors: DenseTensors, optional: Mapping[str, Any]
+    ) -> tuple[Any, ...]:
         """The variant key: everything that a variant depends on, except the plans.
 
-        No length is part of it, and of addresses only the alignment. The numbers of rows of query,
-        output and LSE are checked here too.
+        No length is part of it, and of addresses only the alignment. The type of every tensor is,
+        so that launchers need not check it. The numbers of rows of query, output and LSE are
+        checked here too.
         """
         rows = tensors.rows
         if rows is None:
             rows = tensors.rows = KeyRows(tensors.keys, self._stored)
-        query, output, lse, scale = tensors.query, tensors.output, tensors.lse, tensors.output_scale
-        k_scale, v_scale = tensors.k_scale, tensors.v_scale
-        sinks, slopes = tensors.sinks, tensors.alibi_slopes
+        query, output, lse = tensors.query, tensors.output, tensors.lse
         try:
             # Unpacking a whole shape costs less than slicing it.
             tokens, heads, size = query.shape
@@ -250,85 +279,74 @@ class DenseLauncher:
         least = tensors.num_tokens
         if tokens < least or out_tokens < least or lse is not None:
             check_lengths(least, query, output, lse)
-        rest: tuple[Any, ...] = ()
-        if not (lse is scale is k_scale is v_scale is sinks is slopes is None):
-            rest = (
-                None if lse is None else (lse.dtype, lse.shape[1:], lse.stride()),
-                *map(_kind, (scale, k_scale, v_scale, sinks, slopes)),
-            )
+        kinds = tuple([_kind(*item) for item in optional.items()]) if optional else None
         causal, table = step.causal, step.block_table
         # One expression, without helpers: this runs in every layer of every step.
         return (
             query.dtype,
-            query.device,
+            query.get_device(),
             heads,
             size,
             query.stride(),
             output.dtype,
+            output.is_cuda,
             out_heads,
             out_size,
             output.stride(),
             rows.variant,
-            rest,
+            kinds,
             table.dtype,
+            table.is_cuda,
             # Tensors are checked once for each variant, so the variant must hold what is checked.
             table.stride()[1],
             causal if isinstance(causal, bool) else None,
-            step.mm_ranges is not None,
             step.rswa_window if step.rswa_prefix_lens is not None else None,
             step.stripe,
             step.block_size,
             step.cache_dtype,
         )
 
-    def _varying(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> dict[str, Any]:
-        """The arguments that differ from launch to launch, for all dense kernels.
-
-        Tensors that are not given are left out; which these are is a part of the variant key.
-        """
-        rows, table, causal = tensors.rows, step.block_table, step.causal
-        assert rows is not None
-        varying: dict[str, Any] = {
-            "query_ptr": tensors.query,
-            "key_ptr": rows.words[0],
-            "value_ptr": rows.words[1],
-            "out_ptr": tensors.output,
-            "table_ptr": table,
-            "table_row": table.stride()[0],
-        }
-        if tensors.keys.key_scale is not None:
-            varying["k_inline_ptr"] = tensors.keys.key_scale
-            varying["v_inline_ptr"] = tensors.keys.value_scale
-        if tensors.k_scale is not None:
-            varying["k_scale_ptr"] = tensors.k_scale
-        if tensors.v_scale is not None:
-            varying["v_scale_ptr"] = tensors.v_scale
-        if tensors.lse is not None:
-            varying["lse_ptr"] = tensors.lse
-        if tensors.output_scale is not None:
-            varying["output_scale_ptr"] = tensors.output_scale
-            varying["out_ptr"] = tensors.output.view(torch.uint8)
-        if tensors.sinks is not None:
-            varying["sinks_ptr"] = tensors.sinks
-        if tensors.alibi_slopes is not None:
-            varying["slopes_ptr"] = tensors.alibi_slopes
-        if not isinstance(causal, bool):
-            is_bool = causal.dtype == torch.bool
-            varying["causal_ptr"] = causal.view(torch.uint8) if is_bool else causal
-        if step.rswa_prefix_lens is not None and step.rswa_window is not None:
-            varying["prefix_ptr"] = step.rswa_prefix_lens
-        if step.mm_ranges is not None:
-            varying["ranges_ptr"] = step.mm_ranges
-            varying["num_ranges"] = step.mm_ranges.shape[1]
-        return varying
-
     def _fixed(
-        self, step: TritonAttentionMetadata, tensors: DenseTensors, varying: Mapping[str, Any]
+        self, step: TritonAttentionMetadata, tensors: DenseTensors, optional: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """The arguments that a launcher of a portable kernel keeps; checks the tensors first."""
+        """The arguments that launchers of both portable kernels keep; checks the tensors first."""
         check_call(self.layer, step, tensors)
-        form = decode_form(tensors.query.device)
-        return shared_constants(self.layer, self._stored, step, tensors, varying, form)
+        form, rows = decode_form(tensors.query.device), tensors.rows
+        assert rows is not None
+        fixed = shared_constants(self.layer, self._stored, step, tensors, rows.words, form)
+        return fixed | absent_arguments(optional)
+
+
+def _optional(step: TritonAttentionMetadata, tensors: DenseTensors) -> dict[str, Any]:
+    """The arguments of the dense kernels that a step may lack, by name: those that it has.
+
+    Which these are, and their types, are a part of the variant key.
+    """
+    optional: dict[str, Any] = {}
+    causal, lse, output_scale = step.causal, tensors.lse, tensors.output_scale
+    if tensors.keys.key_scale is not None:
+        optional["k_inline_ptr"] = tensors.keys.key_scale
+        optional["v_inline_ptr"] = tensors.keys.value_scale
+    if tensors.k_scale is not None:
+        optional["k_scale_ptr"] = tensors.k_scale
+    if tensors.v_scale is not None:
+        optional["v_scale_ptr"] = tensors.v_scale
+    if lse is not None:
+        optional["lse_ptr"] = lse
+    if output_scale is not None:
+        optional["output_scale_ptr"] = output_scale
+    if tensors.sinks is not None:
+        optional["sinks_ptr"] = tensors.sinks
+    if tensors.alibi_slopes is not None:
+        optional["slopes_ptr"] = tensors.alibi_slopes
+    if not isinstance(causal, bool):
+        optional["causal_ptr"] = causal.view(torch.uint8) if causal.dtype == torch.bool else causal
+    if step.rswa_prefix_lens is not None and step.rswa_window is not None:
+        optional["prefix_ptr"] = step.rswa_prefix_lens
+    if step.mm_ranges is not None:
+        optional["ranges_ptr"] = step.mm_ranges
+        optional["num_ranges"] = step.mm_ranges.shape[1]
+    return optional
 
 
 def split_call(
@@ -345,6 +363,12 @@ def prefill_call(
     return DenseLauncher(layer).prefill(step, tensors)
 
 
-def _kind(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
-    """The part of the variant key that stands for a tensor read through its address alone."""
-    return None if tensor is None else (tensor.dtype, tensor.numel())
+def _kind(name: str, value: torch.Tensor | int) -> tuple[Any, ...]:
+    """The part of the variant key that stands for an argument which a step may lack."""
+    if isinstance(value, int):
+        return (name,)
+    if name in _SIZED:
+        return name, value.dtype, value.is_cuda, value.numel()
+    if name == "lse_ptr":
+        return name, value.dtype, value.is_cuda, value.shape[1:], value.stride()
+    return name, value.dtype, value.is_cuda

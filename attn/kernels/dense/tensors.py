@@ -58,6 +58,11 @@ class DenseTensors:
     num_tokens: int = 0
     """The least number of rows that query and output must have."""
 
+    @property
+    def written(self) -> torch.Tensor:
+        """The output as kernels write it: bytes with ``output_scale``."""
+        return self.output if self.output_scale is None else self.output.view(torch.uint8)
+
 
 class KeyRows:
     """Keys and values as kernels read them, and their part of the variant key."""
@@ -70,11 +75,13 @@ class KeyRows:
         """
         key, value, inline = keys.key, keys.value, keys.key_scale
         self.words = stored.words(key), stored.words(value)
-        self.described: dict[tuple[str, tuple[int, ...]], Any] = {}
-        """TMA descriptors of keys and values, by the argument's name and the box."""
+        self.described: dict[int, tuple[Any, Any]] = {}
+        """TMA descriptors of keys and of values, by the tokens of their boxes."""
         self.variant = (
             key.dtype,
             value.dtype,
+            key.is_cuda,
+            value.is_cuda,
             key.shape[1:],
             value.shape[1:],
             key.stride(),

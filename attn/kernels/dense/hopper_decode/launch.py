@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from attn.kernels.dense.constants import absent_arguments
+from attn.kernels.dense.checks import check_call, check_heads
+from attn.kernels.dense.constants import absent_arguments, split_constants
 from attn.kernels.dense.hopper_decode.kernel import hopper_decode_kernel
-from attn.kernels.dense.hopper_launch import COLUMNS, HopperVariants, asked, is_planned
+from attn.kernels.dense.hopper_launch import HopperVariants, asked, is_planned
 from builders.dense.choice import decode_kernel_of
 from builders.launch.call import LaunchOptions
 from builders.launch.launcher import Launcher
@@ -48,34 +49,49 @@ def serves(
 class HopperDecodeLauncher(HopperVariants[SplitPlan]):
     """The launches of the Hopper split-KV kernel in one layer."""
 
-    def _static(self, plan: SplitPlan) -> tuple[Any, ...]:
-        return plan.static
-
-    def _add_varying(
+    def launch(
         self,
         plan: SplitPlan,
-        fixed: Mapping[str, Any],
+        step: TritonAttentionMetadata,
         tensors: DenseTensors,
-        varying: dict[str, Any],
-    ) -> int:
+        optional: Mapping[str, Any],
+        key: tuple[Any, ...],
+    ) -> bool:
+        """See the base class."""
+        launcher = self._variants.of(
+            (plan.static, key), self._new_launcher, plan, step, tensors, optional
+        )
+        if launcher is None:
+            return False
+        rows, table = tensors.rows, step.block_table
+        assert rows is not None
         assert plan.hopper is not None
-        page = (1, plan.hopper.run, 1, COLUMNS)
         # The descriptors are of the same stored words that the portable kernel reads.
-        varying["k_desc"] = self._described("k", varying["key_ptr"], page, tensors)
-        varying["v_desc"] = self._described("v", varying["value_ptr"], page, tensors)
-        return plan.groups * plan.heads
+        launcher(
+            (plan.groups * plan.heads,),
+            *self._described(*rows.words, plan.hopper.run, tensors),
+            tensors.query,
+            tensors.written,
+            table,
+            table.stride()[0],
+            plan.pointers,
+            *optional.values(),
+        )
+        return True
 
     def _new_launcher(
         self,
         plan: SplitPlan,
         step: TritonAttentionMetadata,
         tensors: DenseTensors,
-        constants: Mapping[str, Any],
-        varying: Mapping[str, Any],
+        optional: Mapping[str, Any],
     ) -> Launcher | None:
+        check_call(self._layer, step, tensors)
         if not serves(self._layer, plan, step, tensors):
             return None
         layer, output, lse = self._layer, tensors.output, tensors.lse
+        check_heads(layer, plan)
+        constants = split_constants(plan, layer.head_size)
         cap, chunk, causal = layer.logits_soft_cap, layer.attention_chunk_size, step.causal
         assert plan.hopper is not None
         fixed = {name: constants[name] for name in _PLANNED}
@@ -109,13 +125,14 @@ class HopperDecodeLauncher(HopperVariants[SplitPlan]):
             "CONSUMERS": plan.hopper.consumers,
             "FINISH_WIDTH": min(layer.head_size, FINISH_CELLS // constants["FINISH_ROWS"]),
         }
-        absent = absent_arguments(_VARYING, varying)
+        absent = absent_arguments(optional, hopper_decode_kernel.arg_names)
         return Launcher(
             hopper_decode_kernel,
             fixed | absent,
-            [name for name in _VARYING if name not in absent],
+            [*_VARYING, *optional],
             groups={"plan": PLAN_POINTERS},
             options=LaunchOptions(waits=True),
+            is_typed=True,
         )
 
 
@@ -134,20 +151,5 @@ _PLANNED = (
     "SEGMENT_UNIT",
     "FINISH_ROWS",
 )
-_VARYING = (
-    "k_desc",
-    "v_desc",
-    "query_ptr",
-    "out_ptr",
-    "lse_ptr",
-    "output_scale_ptr",
-    "table_ptr",
-    "plan",
-    "causal_ptr",
-    "ranges_ptr",
-    "sinks_ptr",
-    "k_scale_ptr",
-    "v_scale_ptr",
-    "table_row",
-    "num_ranges",
-)
+_VARYING = ("k_desc", "v_desc", "query_ptr", "out_ptr", "table_ptr", "table_row", "plan")
+"""Arguments that every launch is given."""

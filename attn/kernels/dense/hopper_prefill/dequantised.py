@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from attn.kernels.cache.dequantise import dequantise_launcher
-from attn.kernels.dense.checks import check_call
 from attn.kernels.dense.hopper_prefill.launch import HopperLauncher
 from attn.kernels.lang.stored import DEQUANTISED, decode_form
-from builders.launch.launcher import Launch, Launcher
+from builders.launch.launcher import Launcher
 from builders.launch.variants import Variants
 from specs.dtypes import CacheDType
 from specs.layouts import KVViews
@@ -37,63 +36,54 @@ class DequantisedLauncher:
         self._attending = HopperLauncher(self._layer, DEQUANTISED)
         self._dequantising: Variants[Launcher] = Variants()
 
-    def launches(
+    def launch(
         self,
         plan: HopperPlan,
         step: TritonAttentionMetadata,
         tensors: DenseTensors,
-        varying: Mapping[str, Any],
+        optional: Mapping[str, Any],
         variant: tuple[Any, ...],
-    ) -> tuple[Launch, Launch] | None:
-        """The launch that dequantises and the launch that attends.
+    ) -> bool:
+        """Launch the kernel that dequantises and the kernel that attends.
 
         Args:
             plan: with a workspace.
             step: the builder's record.
             tensors: of this forward.
-            varying: arguments that differ from call to call, by the portable kernel's names.
+            optional: arguments that a step may lack, by the portable kernel's names.
             variant: everything else that a launcher depends on.
 
         Returns:
-            Both, in their order; None where each tile dequantises the keys that it reads.
+            False, without a launch, where each tile dequantises the keys that it reads.
 
         Raises:
             ValueError: tensors that do not fit the layer.
         """
-        dequantised = plan.dequantised
+        dequantised, rows = plan.dequantised, tensors.rows
         assert dequantised is not None
+        assert rows is not None
         over = replace(tensors, keys=KVViews(dequantised.key, dequantised.value), rows=None)
-        misaligned = tensors.query.data_ptr() % 16
-        key = (variant, dequantised.key.shape[1:], misaligned, step.first_positions is None)
-        arguments = dict(varying)
-        arguments["table_ptr"], arguments["table_row"] = (
-            dequantised.table,
-            dequantised.table.stride()[0],
-        )
-        arguments["query_start_ptr"] = step.query_start_loc
-        arguments["seq_lens_ptr"] = step.seq_lens
-        arguments["num_reqs"] = step.num_reqs
         step_over = replace(step, block_table=dequantised.table)
-
-        def check() -> dict[str, Any]:
-            check_call(self._layer, step_over, over)
-            return {}
-
-        attends = self._attending.bind(plan, step_over, over, arguments, key, check)
-        if attends is None:
-            return None
-        words = varying["key_ptr"], varying["value_ptr"]
-        decode, _ = decode_form(tensors.query.device)
-        launcher = self._dequantising.of(
-            key, lambda: dequantise_launcher(words, dequantised, self._kind, decode)
+        key = (variant, dequantised.key.shape[1:])
+        attending = (plan, step_over, over, optional, key)
+        if self._attending.launcher_of(*attending) is None:
+            return False
+        words, device = rows.words, tensors.query.device
+        dequantising = self._dequantising.of(
+            key,
+            lambda: dequantise_launcher(words, dequantised, self._kind, decode_form(device)[0]),
         )
-        grid = (dequantised.pages, self._layer.num_kv_heads)
         arguments = {
-            **varying,
+            "key_ptr": words[0],
+            "value_ptr": words[1],
+            "table_ptr": step.block_table,
+            "table_row": step.block_table.stride()[0],
             "wide_key_ptr": dequantised.key,
             "wide_value_ptr": dequantised.value,
             "sources_ptr": dequantised.sources,
             "total_ptr": dequantised.total,
             "seq_lens_ptr": step.seq_lens,
         }
-        return launcher.bind(grid, arguments), attends
+        grid = (dequantised.pages, self._layer.num_kv_heads)
+        dequantising.bind(grid, arguments).launch()
+        return self._attending.launch(*attending)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from attn.kernels.dense.checks import check_call
 from attn.kernels.dense.constants import absent_arguments
 from attn.kernels.dense.hopper_launch import COLUMNS, Descriptors, HopperVariants, asked
 from attn.kernels.dense.hopper_prefill.kernel import hopper_prefill_kernel
@@ -80,43 +81,74 @@ class HopperLauncher(HopperVariants[HopperPlan]):
         """
         super().__init__(layer)
         self._kind = _kind_of(layer.cache_dtype) if kind is None else kind
+        self._is_quantised = layer.cache_dtype.is_quantized
 
-    def _static(self, plan: HopperPlan) -> tuple[Any, ...]:
-        return plan.query_tile, plan.is_required
-
-    def _add_varying(
+    def launcher_of(
         self,
         plan: HopperPlan,
-        fixed: Mapping[str, Any],
+        step: TritonAttentionMetadata,
         tensors: DenseTensors,
-        varying: dict[str, Any],
-    ) -> int:
-        keys = tensors.keys
-        varying["q_desc"] = _queries.of("q", tensors.query, _query_box(fixed))
-        if not self._layer.cache_dtype.is_quantized:
-            page = (1, fixed["RUN"], 1, COLUMNS)
-            varying["k_desc"] = self._described("k", keys.key, page, tensors)
-            varying["v_desc"] = self._described("v", keys.value, page, tensors)
-        varying["plan"] = plan.pointers
-        varying["programs"] = plan.programs
-        return plan.programs
+        optional: Mapping[str, Any],
+        key: tuple[Any, ...],
+    ) -> Launcher | None:
+        """The launcher that :meth:`launch` takes; None where the portable kernel serves the step.
+
+        Arguments and errors are those of :meth:`launch`.
+        """
+        key = (plan.query_tile, plan.is_required, key)
+        return self._variants.of(key, self._new_launcher, plan, step, tensors, optional)
+
+    def launch(
+        self,
+        plan: HopperPlan,
+        step: TritonAttentionMetadata,
+        tensors: DenseTensors,
+        optional: Mapping[str, Any],
+        key: tuple[Any, ...],
+    ) -> bool:
+        """See the base class."""
+        launcher = self.launcher_of(plan, step, tensors, optional, key)
+        if launcher is None:
+            return False
+        keys, table, fixed = tensors.keys, step.block_table, launcher.arguments
+        rows: tuple[Any, ...]
+        if self._is_quantised:
+            # Producers load these rows themselves, since they convert them.
+            assert tensors.rows is not None
+            rows = tensors.rows.words
+        else:
+            rows = self._described(keys.key, keys.value, fixed["RUN"], tensors)
+        launcher(
+            (plan.programs,),
+            _queries.of("q", tensors.query, _query_box(fixed)),
+            *rows,
+            plan.pointers,
+            plan.programs,
+            tensors.written,
+            table,
+            table.stride()[0],
+            step.query_start_loc,
+            step.seq_lens,
+            step.num_reqs,
+            *optional.values(),
+        )
+        return True
 
     def _new_launcher(
         self,
         plan: HopperPlan,
         step: TritonAttentionMetadata,
         tensors: DenseTensors,
-        constants: Mapping[str, Any],
-        varying: Mapping[str, Any],
+        optional: Mapping[str, Any],
     ) -> Launcher | None:
+        check_call(self._layer, step, tensors)
         tile = tile_of(self._layer, plan, step, tensors)
         if tile is None:
             return None
         layer, output, lse = self._layer, tensors.output, tensors.lse
         cap, chunk, causal = layer.logits_soft_cap, layer.attention_chunk_size, step.causal
         key, value, of_values = tensors.keys.key, tensors.keys.value, tensors.keys.value.dtype
-        narrow = layer.cache_dtype.is_quantized
-        if narrow:
+        if self._is_quantised:
             of_values = dequantised_value_type(layer.cache_dtype, tensors.query.dtype)
         fixed: dict[str, Any] = {
             "out_token": output.stride(0),
@@ -157,16 +189,18 @@ class HopperLauncher(HopperVariants[HopperPlan]):
         words = [stride // 4 for stride in (*key.stride()[:3], *value.stride()[:3])]
         names = ("k_block", "k_token", "k_head", "v_block", "v_token", "v_head")
         fixed |= dict(zip(names, words, strict=True))
-        rows, descriptors = ("key_ptr", "value_ptr"), ("k_desc", "v_desc")
-        fixed |= dict.fromkeys(descriptors if narrow else rows)
-        wanted = (*_VARYING, *(rows if narrow else descriptors))
-        absent = absent_arguments(wanted, varying)
+        rows, unused = ("k_desc", "v_desc"), ("key_ptr", "value_ptr")
+        if self._is_quantised:
+            rows, unused = unused, rows
+        fixed |= dict.fromkeys(unused)
+        fixed |= absent_arguments(optional, hopper_prefill_kernel.arg_names)
         return Launcher(
             hopper_prefill_kernel,
-            fixed | absent,
-            [name for name in wanted if name not in absent],
+            fixed,
+            ["q_desc", *rows, *_VARYING, *optional],
             groups={"plan": TILE_POINTERS},
             options=LaunchOptions(waits=True, few_registers=True),
+            is_typed=True,
         )
 
 
@@ -184,21 +218,13 @@ def _kind_of(cache_dtype: CacheDType) -> int:
 
 
 _VARYING = (
-    "q_desc",
     "plan",
     "programs",
     "out_ptr",
-    "lse_ptr",
-    "output_scale_ptr",
-    "k_scale_ptr",
-    "v_scale_ptr",
     "table_ptr",
+    "table_row",
     "query_start_ptr",
     "seq_lens_ptr",
-    "causal_ptr",
-    "ranges_ptr",
-    "sinks_ptr",
-    "table_row",
     "num_reqs",
-    "num_ranges",
 )
+"""Arguments that every launch is given, besides descriptors and rows."""
