@@ -302,12 +302,6 @@ def _middle(low, high):
 
 
 @triton.jit
-def _added(a, b, c, d):
-    """The sums of two pairs, added element by element."""
-    return a + c, b + d
-
-
-@triton.jit
 def _floor_of(keys, there, length, wanted):
     """A key that ``wanted`` of a row's keys reach, and fewer exceed, and how many at it are wanted.
 
@@ -325,7 +319,8 @@ def _floor_of(keys, there, length, wanted):
         a, c = _middle(low, b), _middle(b, high)
         # One reduction for all three counts.
         pair = (keys >= a).to(tl.int32) + (keys >= b).to(tl.int32) * 65536
-        pair, reach_c = tl.reduce((pair, (keys >= c).to(tl.int32)), 0, _added)
+        counts = tl.sum(pair.to(tl.int64) + ((keys >= c).to(tl.int64) << 32), 0)
+        pair, reach_c = counts.to(tl.int32), (counts >> 32).to(tl.int32)
         reach_a, reach_b = pair & 65535, pair >> 16
         in_a, in_b, in_c = reach_a >= wanted, reach_b >= wanted, reach_c >= wanted
         high = tl.where(in_c, high, tl.where(in_b, c, tl.where(in_a, b, a)))

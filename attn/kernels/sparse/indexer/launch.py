@@ -203,6 +203,7 @@ def select_topk_call(
     """The launch of :func:`attn.ops.indexer.select_topk`, which explains the arguments."""
     topk = out.shape[1]
     table = None if pages is None else pages.block_table
+    is_long = logits.shape[1] > tile.select_short
     arguments = {
         "logits_ptr": logits,
         "lens_ptr": lens,
@@ -218,7 +219,15 @@ def select_topk_call(
         "WIDTH": triton.next_power_of_2(topk),
         "SHORT": tile.select_short,
         # Without longer rows the kernel needs few registers, and many programs fit the device.
-        "LONG": 0 if logits.shape[1] <= tile.select_short else tile.select_long,
+        "LONG": tile.select_long if is_long else 0,
         "BLOCK_SIZE": INDEXER_PAGE if pages is None else pages.block_size,
     }
-    return KernelCall(select_topk_kernel, (len(out),), arguments, num_warps=tile.select_warps)
+    # Left to itself, ptxas takes 128 registers too, but spills some of them.
+    max_registers = 128 if is_long else None
+    return KernelCall(
+        select_topk_kernel,
+        (len(out),),
+        arguments,
+        num_warps=tile.select_warps,
+        max_registers=max_registers,
+    )
