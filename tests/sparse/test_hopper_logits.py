@@ -45,7 +45,7 @@ class Prompts:
     """Rows of requests over gathered keys; memory that is not theirs is NaN."""
 
     spans: tuple[tuple[int, int, int], ...]
-    """Of each request: its keys, its rows, and the keys that its first row sees."""
+    """The keys of each request, its rows, and the keys that its first row sees."""
     heads: int
     seed: int = 0
     query: Tensor = field(init=False)

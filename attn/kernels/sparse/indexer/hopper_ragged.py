@@ -199,7 +199,7 @@ def _score(rows, turn, token, block, queries, out, COUNT: gl.constexpr, PRODUCT:
 def _rows_of(first, near, far, scale_ptr, num_keys):
     """The 128 gathered keys from ``first`` on, of which ``near`` and ``far`` are 64 each."""
     number = gl.arange(0, 2 * _ROWS, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    # Of the four threads that share rows r and r + 8 of both products each ends up with one row.
+    # Four threads share rows r and r + 8 of both products; each of them ends up with one row.
     row = number // 32 * 16 + number % 2 * 8 + number // 4 % 8
     keys = first + number // 2 % 2 * _ROWS + row
     scales = gl.load(scale_ptr + keys, mask=keys < num_keys, other=0.0)
