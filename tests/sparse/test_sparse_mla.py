@@ -365,6 +365,14 @@ def test_a_warm_up_runs_every_kernel_and_leaves_the_cache_alone(
             assert not call.out.any()
 
         monkeypatch.setitem(impl_module.ATTENDERS, kernel, noted)  # type: ignore[misc]
+    attend_listed = impl_module.attend_listed
+
+    def noted_own(launcher: Any, launch: Any, tensors: Any) -> None:
+        called.add(K.TRITON_SPARSE)
+        attend_listed(launcher, launch, tensors)
+        assert not tensors.output.any()
+
+    monkeypatch.setattr(impl_module, "attend_listed", noted_own)
     step = Step("mixed", layout)
     impl, scales = impl_of(layout, step.lists), scales_of()
     kept = step.cache.view(torch.uint8).clone()
