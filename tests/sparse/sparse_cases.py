@@ -7,8 +7,10 @@ under test. Expected states come from ``attn.testing.oracle``.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -37,6 +39,18 @@ LAYOUTS = (
 WILD = 2**30
 """An id far outside the cache: reading its row is an access outside the cache's memory."""
 K_SCALE = 0.25
+
+
+PATHS = ("kernel", "torch")
+"""The ways of an operation: by its kernel in Triton's interpreter, and by its twin in torch."""
+
+
+def use(path: str, operation: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the operation of a module of ``attn.ops`` take one of :data:`PATHS`."""
+    if path == "torch":
+        monkeypatch.setattr(operation, "has_kernel", lambda rows: False)
+    elif not operation.has_kernel(torch.ones(1)):
+        pytest.skip("needs Triton's interpreter")
 
 
 @dataclass(frozen=True)

@@ -13,17 +13,10 @@ from attn.ops.joint_lists import join_lists
 from attn.testing.batches import WILD_BLOCK
 from builders.sparse.arguments import JointLists, TopkLists
 from builders.splitkv.stripe import Stripe
+from tests.sparse.sparse_cases import PATHS, use
 
 P = 4
 WINDOW = 16
-PATHS = ["kernel", "torch"]
-
-
-def use(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if path == "torch":
-        monkeypatch.setattr(ops, "has_kernel", lambda rows: False)
-    elif not ops.has_kernel(torch.ones(1)):
-        pytest.skip("needs Triton's interpreter")
 
 
 class Case:
@@ -79,7 +72,7 @@ def room(rows: int, topk: int, tokens: int, programs: int = 3) -> JointLists:
 @given(seed=st.integers(0, 2**30), rows=st.integers(0, 21), topk=st.integers(1, 20))
 def test_lists_are_those_of_a_loop(path: str, tokens: int, seed: int, rows: int, topk: int) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        use(path, monkeypatch)
+        use(path, ops, monkeypatch)
         case, joint = Case(seed, rows, topk), room(rows, topk, tokens)
         given_ids = case.ids.clone()
         join_lists(TopkLists(case.ids, case.visible, case.reqs), case.table, P, joint)
@@ -96,7 +89,7 @@ def test_lists_are_those_of_a_loop(path: str, tokens: int, seed: int, rows: int,
 def test_positions_beyond_the_table_are_left_out(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use(path, monkeypatch)
+    use(path, ops, monkeypatch)
     ids = torch.tensor([[0, 3, 4, 7, 8]] * 2, dtype=torch.int32)
     table = torch.tensor([[9, 5]], dtype=torch.int32)
     joint, one = room(2, 5, 2), torch.zeros(2, dtype=torch.int32)

@@ -13,16 +13,9 @@ from attn.ops.topk_transform import transform_topk
 from attn.testing.batches import WILD_BLOCK
 from builders.sparse.arguments import TopkLists
 from specs.sparse_mla import IndexKind
+from tests.sparse.sparse_cases import PATHS, use
 
 P = 4
-PATHS = ["kernel", "torch"]
-
-
-def use(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if path == "torch":
-        monkeypatch.setattr(ops, "has_kernel", lambda rows: False)
-    elif not ops.has_kernel(torch.ones(1)):
-        pytest.skip("needs Triton's interpreter")
 
 
 class Case:
@@ -73,7 +66,7 @@ def test_lists_are_those_of_a_loop(
     kind: IndexKind, compact: bool, path: str, seed: int, rows: int, topk: int
 ) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        use(path, monkeypatch)
+        use(path, ops, monkeypatch)
         case, width = Case(seed, rows, topk), topk + seed % 5
         out = torch.full((rows, width), 77, dtype=torch.int32)
         slots = torch.full_like(out, 77) if kind is IndexKind.GATHERED else None
@@ -102,7 +95,7 @@ def test_lists_are_those_of_a_loop(
 def test_slots_are_counted_beyond_tables_and_32_bit_rows(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use(path, monkeypatch)
+    use(path, ops, monkeypatch)
     ids = torch.tensor([[0, 63, 64, 127, 128]], dtype=torch.int32)
     table = torch.tensor([[20_000_000, 5]], dtype=torch.int32)
     out, one = torch.empty_like(ids), torch.zeros(1, dtype=torch.int32)
