@@ -13,6 +13,7 @@ from typing import Any, Final
 import triton
 import triton.language as tl
 
+from attn.kernels.lang.constants import next_power_of_2
 from attn.kernels.lang.numerics import (
     E4M3_MAX,
     FLOAT32_MAX,
@@ -187,7 +188,7 @@ def _write_side(
         present = written | turned
     # int4 handles elements i and i + WIDTH / 2 together: they share a byte.
     SPAN: tl.constexpr = WIDTH // 2 if FORMAT == "int4" else WIDTH
-    TILE: tl.constexpr = triton.next_power_of_2(SPAN)
+    TILE: tl.constexpr = next_power_of_2(SPAN)
     cols = tl.arange(0, TILE)[None, :]
     inside = cols < SPAN
     mask = present & inside
@@ -237,7 +238,7 @@ def _turn_queries(
         *(cos_sin, cos_sin_stride, max_position, TABLE_ALIGN),
     )
     rows = row_pointers(query, token * query_stride_t + head * query_stride_h, QUERY_ALIGN)
-    TILE: tl.constexpr = triton.next_power_of_2(ROTARY_DIM)
+    TILE: tl.constexpr = next_power_of_2(ROTARY_DIM)
     cols = tl.arange(0, TILE)[None, :]
     mask = turned & (cols < ROTARY_DIM)
     x = _load_rows(rows, mask, table_rows, turned, 0, TILE, ROTARY_DIM, IS_NEOX)

@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from attn.kernels.dense.query_rows import load_query, write_rows
 from attn.kernels.dense.tile import dot, halves_of, scores_of, store_planes
-from attn.kernels.lang.constants import LOG2E
+from attn.kernels.lang.constants import LOG2E, next_power_of_2
 from attn.kernels.lang.groups import Out, Scratch, State
 from attn.kernels.lang.numerics import INTERPRETED, saturate_to, to_float32
 from attn.kernels.sparse.groups import Cache, Lists, Query, Tile
@@ -77,7 +77,7 @@ def _entries(ids_ptr, number, high, length, lists, tile):
 def _ask_for(ids, cache):
     """Prefetch listed rows ``ids`` ``[KV_TILE]`` into the L2 cache, line by line."""
     ELEMENT: tl.constexpr = cache.latent_ptr.dtype.element_ty.primitive_bitwidth // 8
-    LINES: tl.constexpr = triton.next_power_of_2(cache.ROW_BYTES // _LINE + 1)
+    LINES: tl.constexpr = next_power_of_2(cache.ROW_BYTES // _LINE + 1)
     offset = row_offsets(ids, cache.BLOCK_UNITS, cache.ROW_UNITS, cache.BLOCK_SIZE)
     offset = offset * cache.LATENT_UNIT
     line = tl.arange(0, LINES) * (_LINE // ELEMENT)
