@@ -2,7 +2,7 @@
 
 import pytest
 
-from attn.bench.engine import continuous
+from attn.bench.engine import continuous, continuous_worker
 from attn.bench.engine.continuous import ContinuousResults, measure, render_markdown
 from attn.bench.engine.continuous_worker import Job, Measured
 
@@ -87,6 +87,45 @@ def test_results_are_read_and_rendered(tmp_path, capsys):
     source.write_text(RESULTS.model_dump_json())
     assert continuous.main(["--render", str(source), "--out", str(page)]) == 0
     assert page.read_text() == render_markdown([RESULTS])
+
+
+def test_runs_of_one_version_are_one_run():
+    first = RESULTS.replace(measured=(RESULTS.measured[0], Measured(contender="sdpa", problem="x")))
+    alone = RESULTS.replace(job=Job(rounds=1), measured=(measured("sdpa", 10.0),))
+    (run,) = continuous.joined([first, alone])
+    assert [one.contender for one in run.measured] == ["attn", "sdpa"]
+    assert run.ratio == 2.5
+    (same,) = continuous.joined([alone, first])
+    assert same.ratio == 2.5
+    other = alone.replace(job=Job(requests=8))
+    with pytest.raises(ValueError, match="must have one job"):
+        continuous.joined([first, other])
+
+
+WORKER = """\
+import sys, time
+from pathlib import Path
+from attn.bench.engine.continuous_worker import Measured
+found = Measured(contender="sdpa", seconds=(41.0,), new_tokens=16384)
+Path(sys.argv[-1]).write_text(found.model_dump_json())
+time.sleep({sleep})
+"""
+
+
+@pytest.mark.parametrize("sleep", [0, 60])
+def test_a_contender_that_is_stopped_keeps_its_rounds(monkeypatch, tmp_path, sleep):
+    module = tmp_path / "worker.py"
+    module.write_text(WORKER.format(sleep=sleep))
+    run = continuous_worker.subprocess.run
+
+    def run_script(command, **options):
+        return run([command[0], str(module), *command[-2:]], **options)
+
+    monkeypatch.setattr(continuous_worker.subprocess, "run", run_script)
+    found = continuous_worker.run_job(Job(contender="sdpa"), 60 if sleep == 0 else 10)
+    assert found.seconds == (41.0,)
+    assert found.problem == ("stopped after 10 s and 1 of 2 rounds" if sleep else None)
+    assert found.line.endswith("1 of 2 rounds" if sleep else "None")
 
 
 @pytest.mark.parametrize(

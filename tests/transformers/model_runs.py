@@ -79,4 +79,7 @@ def continuously(
         continuous_batching_config=settings,
         progress_bar=False,
     )
+    errors = [done[key].error for key in sorted(done) if done[key].error]
+    if errors:
+        raise RuntimeError(str(errors[0]))
     return [done[key].generated_tokens for key in sorted(done)]

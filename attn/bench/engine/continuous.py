@@ -80,11 +80,34 @@ def measure(job: Job, contenders: Sequence[str], budget_s: float) -> ContinuousR
         limit = min(left, max(left / (len(contenders) - place), LEAST_SECONDS) * 1.3)
         found = _run(job.replace(contender=name), limit)
         left = budget_s - (time.monotonic() - begin)
-        if found.problem and name == REFERENCE and left > LEAST_SECONDS:
+        if not found.seconds and name == REFERENCE and left > LEAST_SECONDS:
             # A mask of all tokens by all keys may not fit into memory.
             found = _run(job.replace(contender=name, step_tokens=job.step_tokens // 4), left)
         measured.append(found)
     return ContinuousResults(job=job, measured=tuple(measured))
+
+
+def joined(results: Sequence[ContinuousResults]) -> list[ContinuousResults]:
+    """Results of one version of Transformers as one run.
+
+    What a later run measured replaces what an earlier one has of the same contender.
+
+    Raises:
+        ValueError: two runs of one version asked for other work.
+    """
+    runs: dict[str, ContinuousResults] = {}
+    for run in results:
+        version = _version(run)
+        known = runs.get(version, run.replace(measured=()))
+        if known.job.replace(rounds=1) != run.job.replace(rounds=1):
+            raise ValueError(f"runs of Transformers {version} must have one job, got two")
+        kept = {one.contender: one for one in known.measured}
+        for one in run.measured:
+            if one.seconds or one.contender not in kept:
+                kept[one.contender] = one
+        order = sorted(kept.values(), key=lambda one: CONTENDERS.index(one.contender))
+        runs[version] = known.replace(measured=tuple(order))
+    return list(runs.values())
 
 
 def _run(job: Job, limit_s: float) -> Measured:
@@ -121,7 +144,7 @@ def render_markdown(results: Sequence[ContinuousResults]) -> str:
         if one.problem
     ]
     if problems:
-        parts += ["## Not measured", "\n".join(problems)]
+        parts += ["## Not measured, or cut short", "\n".join(problems)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -214,12 +237,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         if asked.worker is not None:
             source, target = asked.worker
             job = parse_spec(Job, source.read_text(encoding="utf-8"), str(source))
-            target.write_text(perform(job).model_dump_json(), encoding="utf-8")
+            for found in perform(job):
+                # A reader never sees half of it.
+                half = target.with_suffix(".half")
+                half.write_text(found.model_dump_json(), encoding="utf-8")
+                half.replace(target)
             return 0
         for option, path in (("--json", asked.json), ("--out", asked.out)):
             check_writable(option, path)
         if asked.render:
-            runs = [read_results(ContinuousResults, path, "results") for path in asked.render]
+            found = [read_results(ContinuousResults, path, "results") for path in asked.render]
+            runs = joined(found)
         else:
             require_gpu("continuous")
             _require_transformers()

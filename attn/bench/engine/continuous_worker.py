@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
@@ -60,6 +61,7 @@ class Measured(Spec):
     tokens: tuple[tuple[int, ...], ...] = ()
     """Leading new tokens of the first requests."""
     problem: str | None = None
+    """Why nothing was measured, or fewer rounds than were asked for."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -77,7 +79,10 @@ class Measured(Spec):
         if not self.seconds:
             return f"failed: {self.problem}"
         rounds = ", ".join(f"{seconds:.1f}" for seconds in self.seconds)
-        return f"{self.tokens_per_s:,.0f} tokens/s ({rounds} s), logits differ by {self.logits}"
+        cut = f"; {self.problem}" if self.problem else ""
+        return (
+            f"{self.tokens_per_s:,.0f} tokens/s ({rounds} s), logits differ by {self.logits}{cut}"
+        )
 
 
 def run_job(job: Job, timeout_s: float) -> Measured:
@@ -98,7 +103,14 @@ def run_job(job: Job, timeout_s: float) -> Measured:
                 timeout=timeout_s,
             )
         except subprocess.TimeoutExpired:
-            return Measured(contender=job.contender, problem=f"took longer than {timeout_s:.0f} s")
+            if not target.exists():
+                problem = f"took longer than {timeout_s:.0f} s"
+                return Measured(contender=job.contender, problem=problem)
+            found = parse_spec(Measured, target.read_text(encoding="utf-8"), str(target))
+            count = (
+                f"stopped after {timeout_s:.0f} s and {len(found.seconds)} of {job.rounds} rounds"
+            )
+            return found.replace(problem=count)
         if done.returncode == 0 and target.exists():
             return parse_spec(Measured, target.read_text(encoding="utf-8"), str(target))
         print(done.stdout[-6000:], flush=True)
@@ -106,8 +118,11 @@ def run_job(job: Job, timeout_s: float) -> Measured:
         return Measured(contender=job.contender, problem=problem)
 
 
-def perform(job: Job) -> Measured:
-    """Measure a contender in this process."""
+def perform(job: Job) -> Iterator[Measured]:
+    """Measure a contender in this process; gives what is measured after each round.
+
+    The first round warms up. It counts until a later one has ended.
+    """
     is_ours = job.contender != REFERENCE
     import_module("attn.integrations.transformers").register()
     transformers = import_module("transformers")
@@ -122,7 +137,10 @@ def perform(job: Job) -> Measured:
     generation = transformers.GenerationConfig(
         max_new_tokens=job.new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
-    seconds, done = [], {}
+    found = environment_of(KernelBench())
+    names = ("date", "device", "torch", "triton", "commit")
+    environment = {name: str(getattr(found, name)) for name in names}
+    seconds: list[float] = []
     # One manager for all rounds, so that graphs are captured once.
     with model.continuous_batching_context_manager(
         generation_config=generation, continuous_batching_config=settings
@@ -133,24 +151,21 @@ def perform(job: Job) -> Measured:
             done = _collect(manager, job.requests)
             seconds.append(time.perf_counter() - begin)
             print(f"{job.contender}: {seconds[-1]:.2f} s, {len(ids)} ids", flush=True)
-    texts = [done[key] for key in sorted(done, key=_number_of)][-job.requests :]
-    counts = sum(map(len, texts))
-    if counts != job.requests * job.new_tokens:
-        raise RuntimeError(
-            f"{job.requests * job.new_tokens} new tokens were asked for, {counts} came"
-        )
-    found = environment_of(KernelBench())
-    names = ("date", "device", "torch", "triton", "commit")
-    environment = {name: str(getattr(found, name)) for name in names}
-    return Measured(
-        contender=job.contender,
-        step_tokens=job.step_tokens,
-        environment={**environment, "transformers": transformers.__version__},
-        seconds=tuple(seconds[1:]),
-        new_tokens=counts,
-        logits=logits,
-        tokens=tuple(tuple(text[: SHOWN[1]]) for text in texts[: SHOWN[0]]),
-    )
+            texts = [done[key] for key in sorted(done, key=_number_of)]
+            counts = sum(map(len, texts))
+            if counts != job.requests * job.new_tokens:
+                raise RuntimeError(
+                    f"{job.requests * job.new_tokens} new tokens were asked for, {counts} came"
+                )
+            yield Measured(
+                contender=job.contender,
+                step_tokens=job.step_tokens,
+                environment={**environment, "transformers": transformers.__version__},
+                seconds=tuple(seconds[1:] or seconds),
+                new_tokens=counts,
+                logits=logits,
+                tokens=tuple(tuple(text[: SHOWN[1]]) for text in texts[: SHOWN[0]]),
+            )
 
 
 def _number_of(request: str) -> int:
