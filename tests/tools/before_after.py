@@ -1,7 +1,7 @@
 """Times of two checkouts on one GPU, side by side: to show that a change of the text costs nothing.
 
     python tests/tools/before_after.py measure BEFORE AFTER results.json --rounds 6
-    python tests/tools/before_after.py render results.json docs/benchmarks/h200_before_after.md
+    python tests/tools/before_after.py render results.json docs/benchmarks/h100_before_after.md
 
 BEFORE and AFTER are folders with ``attn``, ``builders``, ``specs`` and ``tests``. Every round runs
 one process per checkout, in turn, backwards in every other round. A process makes each row's layer,
