@@ -387,7 +387,7 @@ def test_the_page_shows_every_number_and_every_failure():
     )
     rows = sparse_rows(1000.0)
     text = render(Comparisons(models=(comparison(SPARSE, rows[0], rows[1], failed, rows[3]),)))
-    assert text.startswith("# DeepSeek in vLLM 0.26.0 on NVIDIA H200\n")
+    assert text.startswith("# Engines of vLLM 0.26.0 on NVIDIA H200\n")
     decode = "decode: 64 x (8193 cached + 256 out), out tok/s"
     assert f"| {decode} | CUSTOM | 16384 | 0.0 % | 1.000 | 1.0 | 0.0 |" in text
     assert f"| {decode} | FLASHMLA_SPARSE, fp8_ds_mla | failed |  |  |  |  |" in text
@@ -414,7 +414,7 @@ def test_the_kernels_of_each_part_can_be_read():
 def test_no_results_render_too():
     for found in (Comparisons(), Comparisons(models=(comparison(SPARSE),))):
         text = render(found)
-        assert text.startswith("# DeepSeek in vLLM: no results\n")
+        assert text.startswith("# Engines of vLLM: no results\n")
         assert all(model.title in text.splitlines()[-1] for model in MODELS.values())
 
 

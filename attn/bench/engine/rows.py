@@ -247,9 +247,9 @@ def render(comparisons: Comparisons) -> str:
     counts = Counter(verdict for *_, verdict in judged)
     devices = dict.fromkeys(item.environment.device for item in found.values())
     versions = dict.fromkeys(item.environment.vllm for item in found.values())
-    title = f"# DeepSeek in vLLM {', '.join(versions)} on {', '.join(devices)}"
+    title = f"# Engines of vLLM {', '.join(versions)} on {', '.join(devices)}"
     parts = [
-        title if models else "# DeepSeek in vLLM: no results",
+        title if models else "# Engines of vLLM: no results",
         _HOW,
         "Goals: " + ", ".join(f"{counts[word]} {word.value}" for word in Judgement) + ".",
     ]
