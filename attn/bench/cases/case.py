@@ -50,7 +50,7 @@ class Target(Spec):
     max_ratio_to_best: float | None = Field(default=None, gt=0)
     """Most of our time per layer over that of the fastest peer in ``against``."""
     max_graph_ratio_to_best: float | None = Field(default=None, gt=0)
-    """The same bound on times in a captured graph."""
+    """Most of our time over that of the fastest peer in ``against``, both in captured graphs."""
     against: tuple[str, ...] = PEERS
     """Peers to compare with; all must be measured before a fastest one is known."""
     no_slower_than: str | None = None

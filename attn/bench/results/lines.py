@@ -60,7 +60,7 @@ class Line(Spec):
     spread: float | None = None
     """(largest - smallest) / median of our rounds' medians."""
     other_spread: float | None = None
-    """The same of the other call."""
+    """(largest - smallest) / median of the medians of the other call's rounds."""
     error: float | None = None
     """Largest relative norm of a sampled row's error."""
     max_ratio: float | None = Field(default=None, gt=0)

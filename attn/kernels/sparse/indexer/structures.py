@@ -38,7 +38,7 @@ class KeyTile:
     boxes: gl.shared_memory_descriptor
     """``[TILE / 64, 64, 128]`` uint8, as TMA writes them."""
     tiles: gl.shared_memory_descriptor
-    """The same as e4m3, as products read them."""
+    """``[TILE / 64, 64, 128]`` e4m3: the bytes of ``boxes``, as products read them."""
     full: gl.shared_memory_descriptor
     """``[1]`` mbarrier: the tile is there."""
     empty: gl.shared_memory_descriptor
