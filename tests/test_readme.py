@@ -94,10 +94,30 @@ def test_the_tokens_per_second_of_sparse_models_are_those_of_the_table():
     assert "decodes are level" in README
 
 
+def test_the_tokens_per_second_in_sglang_are_those_of_the_table():
+    page = benchmark("h100_sglang")
+    rows = re.findall(r"^\| (\w+): attn >= triton[^|]* \| ([\d.]+) x \|", page, re.MULTILINE)
+    gains = {load: f"{float(ratio):.2f} x" for load, ratio in rows}
+    words = f"{gains['prefill']} in prefill, {gains['decode']} in decode, "
+    assert f"SGLang's triton backend: {words}{gains['long']} in long prompts" in README
+
+
+def test_the_tokens_per_second_in_transformers_are_those_of_the_table():
+    found = re.findall(
+        r"\| Transformers [\d.]+: >= 2 x sdpa \| ([\d.]+) x \| met \|",
+        benchmark("h100_transformers"),
+    )
+    assert found
+    assert (
+        f"has {min(found, key=float)} x the [tokens/s](docs/benchmarks/h100_transformers.md)"
+        in README
+    )
+
+
 def test_no_other_number_in_the_readme_is_a_speed():
     """Ratios and rates are quoted only where a test above compares them with a table."""
     found = re.findall(r"\b\d+\.\d\d x|\b[\d.]+ (?:us|TF|GB/s|%)", README)
-    assert len(found) == 10
+    assert len(found) == 14
 
 
 @pytest.mark.parametrize("table", ["h200_mla", "h200_sparse_mla"])

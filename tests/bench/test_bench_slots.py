@@ -4,6 +4,8 @@ import json
 import threading
 from importlib.metadata import distributions
 
+import pytest
+
 from attn.bench.engine import slots
 
 CHECKED = {
@@ -21,7 +23,7 @@ def test_the_page_says_what_is_within_budget():
     assert "| llama | attn | 0.0200 | 0.3000 | 2368 | within budget |" in page
     assert "| gpt_oss | attn | 0.9000 | 3.0000 |  | beyond budget |" in page
     assert "| gemma3 | attn | | | | failed |" in page
-    assert "SGLang 0.5.16 on a GPU," in page
+    assert page.startswith("# SGLang 0.5.16 on a GPU\n")
 
 
 def test_the_page_has_the_best_round():
@@ -29,6 +31,30 @@ def test_the_page_has_the_best_round():
     page = slots.page({"bench": {"attn": {"seconds": seconds}, "triton": {"problem": "x"}}})
     assert "| decode: 64 x 512 + 256 | 8192 | failed |" in page
     assert "| prefill: 8 x 8192 + 1 | 32768 | failed |" in page
+
+
+@pytest.mark.parametrize(
+    ("ours", "triton", "flashinfer", "words"),
+    [
+        (2.0, 3.0, 2.5, "1.250 x | met"),
+        (2.0, 3.0, 1.5, "0.750 x | NOT met"),
+        (2.0, 3.0, None, "1.500 x | not measured"),
+        (2.0, 1.0, None, "0.500 x | NOT met"),
+        (None, 1.0, 1.0, " | not measured"),
+    ],
+)
+def test_ours_is_held_against_the_fastest(ours, triton, flashinfer, words):
+    results = {
+        name: {"problem": "stopped after 225 s\nlog"}
+        if seconds is None
+        else {"seconds": {load: [seconds + 1, seconds] for load in slots.WORKLOADS}}
+        for name, seconds in (("attn", ours), ("triton", triton), ("flashinfer", flashinfer))
+    }
+    page = slots.page({"bench": results})
+    for workload in slots.WORKLOADS:
+        assert f"| {workload}: attn >= triton and flashinfer | {words} |" in page
+    (row,) = (line for line in page.splitlines() if line.startswith("| decode: 64"))
+    assert row.count("not measured") == [ours, flashinfer].count(None)
 
 
 def test_results_of_two_runs_are_one_page(tmp_path):

@@ -63,8 +63,13 @@ def continuously(
     *,
     page: int = 16,
     step_tokens: int = 32,
+    **options: Any,
 ) -> list[list[int]]:
-    """New tokens by continuous batching; small steps cut long prompts into chunks."""
+    """New tokens by continuous batching; small steps cut long prompts into chunks.
+
+    Args:
+        options: further settings of continuous batching.
+    """
     from transformers import ContinuousBatchingConfig
 
     is_page = "page_size" in ContinuousBatchingConfig.__dataclass_fields__
@@ -72,6 +77,7 @@ def continuously(
         **{"page_size" if is_page else "block_size": page},
         num_blocks=1024 // page,
         max_batch_tokens=step_tokens,
+        **options,
     )
     done = model.generate_batch(
         list(given),

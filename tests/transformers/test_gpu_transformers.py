@@ -30,6 +30,8 @@ def test_generate_gives_eagers_tokens(name):
 @pytest.mark.parametrize("name", CONTINUOUS)
 def test_generate_batch_gives_eagers_tokens(name, page, packed_steps):
     model, wanted = pair(name)
-    assert continuously(model, prompts(), page=page) == wanted
+    # torch's product of fp32 experts copies from the host, which no graph may.
+    options = {"use_cuda_graph": False} if name == "gpt_oss" else {}
+    assert continuously(model, prompts(), page=page, **options) == wanted
     has_tables = any(step.block_table is not None for step in packed_steps)
     assert has_tables == (name in ("llama", "qwen3"))
