@@ -32,10 +32,18 @@ from tests.vllm.engine.worker import Run, reference_of
 from tests.vllm.test_latent import NoPrefill
 
 MAX_LEN, BLOCK_SIZE = 256, 64
+# The definition lives as long as this object.
+ops = torch.library.Library("_C", "FRAGMENT")
 STEPS = (3, 2, 1)
 """Tokens of each step: a prompt, its next chunk, a decode."""
 TOLERANCE = 1e-4
 """Largest error of logits, whose standard deviation is 3; both sides are float32."""
+
+
+def define_silu() -> None:
+    """Define vLLM's compiled SiLU, which a layer looks up when it is made, and never calls."""
+    if not hasattr(torch.ops._C, "silu_and_mul"):
+        ops.define("silu_and_mul(Tensor(a!) out, Tensor x) -> ()")
 
 
 def config_of(folder: Path) -> VllmConfig:
@@ -123,10 +131,7 @@ def test_a_model_with_latent_layers_answers_as_its_definition(
     tokens = prompts_of()[-1][: sum(STEPS)]
     (expected,) = reference_of(Run(LATENT, str(folder), "TRITON_MLA"), [tokens])
     cuda()
-    ops = torch.library.Library("_C", "FRAGMENT")
-    if not hasattr(torch.ops._C, "silu_and_mul"):
-        # The name is looked up when the layer is made, and never called.
-        ops.define("silu_and_mul(Tensor(a!) out, Tensor x) -> ()")
+    define_silu()
     plugin.register()
     monkeypatch.setattr(mla_attention, "get_mla_prefill_backend", lambda _: NoPrefill)
     config = config_of(folder)

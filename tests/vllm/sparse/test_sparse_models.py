@@ -23,7 +23,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from attn.integrations.vllm import members
 from tests.vllm.engine.models import LATENT, make_model, prompts_of
 from tests.vllm.test_latent import NoPrefill
-from tests.vllm.test_latent_model import BLOCK_SIZE, TOLERANCE, config_of, loaded
+from tests.vllm.test_latent_model import BLOCK_SIZE, TOLERANCE, config_of, define_silu, loaded
 
 TOPK = 8
 PATTERN = "FSF"
@@ -137,10 +137,7 @@ def test_a_model_with_sparse_layers_answers_as_its_definition(
     plugin.register()
     # vLLM makes the buffer of lists on the platform's device.
     monkeypatch.setattr(deepseek_v2.current_platform, "device_type", "cpu")
-    ops = torch.library.Library("_C", "FRAGMENT")
-    if not hasattr(torch.ops._C, "silu_and_mul"):
-        # The name is looked up when the layer is made, and never called.
-        ops.define("silu_and_mul(Tensor(a!) out, Tensor x) -> ()")
+    define_silu()
     monkeypatch.setattr(mla_attention, "get_mla_prefill_backend", lambda _: NoPrefill)
     monkeypatch.setattr(deepseek_v2, "Indexer", Lister)
     config = config_of(folder)
