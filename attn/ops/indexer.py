@@ -229,6 +229,10 @@ def select_topk(
     Among equal logits the lower positions are taken; NaN counts as less than every number. A row
     with at most ``topk`` logits lists all its positions.
 
+    Rows take half the time where they begin at 16 bytes: where M and the stride of rows are
+    multiples of four. Where M is more than 16,384, memory is allocated for the best ``topk`` of
+    each 16,384 logits, 8 bytes for each.
+
     Args:
         logits: ``[T, M]`` fp32; the first ``lens[t]`` of row t are read.
         lens: ``[T]`` int32, logits of each row.
