@@ -37,12 +37,19 @@ KEY_BYTES: Final = 64 << 20
 CANDIDATE_BYTES: Final = 64 << 20
 """Most bytes of candidates that ranks exchange at a time; but all of a row are."""
 _FLOAT: Final = 4
+_FOUR: Final = 4
+"""Logits of 16 bytes, at which every row of logits begins."""
 
 
 def most_kept(config: EngineConfig, length: int) -> int:
     """Most keys that a rank keeps of a request of ``length`` keys: rank 0 keeps the most."""
     stripe = Stripe.of(config)
     return length if stripe is None else replace(stripe, rank=0).local_len(length)
+
+
+def _width_of(keys: int) -> int:
+    """Logits of a row that sees at most ``keys`` keys: a whole number of 16 bytes."""
+    return cdiv(max(keys, 1), _FOUR) * _FOUR
 
 
 def scratch_of(
@@ -55,13 +62,14 @@ def scratch_of(
         head_dim: width of the indexer's keys.
     """
     whole, longest = config.max_model_len, most_kept(config, config.max_model_len)
+    row, whole_row = _width_of(longest), _width_of(whole)
     verified = config.max_num_seqs * config.max_decode_query_len
     most_rows = max(config.max_num_batched_tokens, verified)
-    floats = min(max(LOGIT_BYTES // _FLOAT, longest), most_rows * longest)
+    floats = min(max(LOGIT_BYTES // _FLOAT, row), most_rows * row)
     scratch: dict[str, tuple[tuple[int, ...], torch.dtype]]
     scratch = {"logits": ((floats,), torch.float32)}
     if config.parallel.decode_context_parallel_size > 1:
-        floats = min(max(LOGIT_BYTES // _FLOAT, whole), most_rows * whole)
+        floats = min(max(LOGIT_BYTES // _FLOAT, whole_row), most_rows * whole_row)
         scratch["merged"] = ((floats,), torch.float32)
     if config.batch_invariant:
         return scratch
@@ -364,17 +372,18 @@ class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
             num_rows: number of rows.
             longest: most keys of a row, those of all ranks counted.
         """
-        room, width = self.buffers["logits"], max(most_kept(self.vllm_config, longest), 1)
+        room, width = self.buffers["logits"], _width_of(most_kept(self.vllm_config, longest))
+        whole = _width_of(longest)
         step = len(room) // width
         if self.stripe is not None:
             candidates = CANDIDATE_BYTES // (2 * _FLOAT * self.topk * self.stripe.size)
-            step = min(step, len(self.buffers["merged"]) // longest, candidates)
+            step = min(step, len(self.buffers["merged"]) // whole, candidates)
         step = max(step, 1)
         for begin in range(first, first + num_rows, step):
             count = min(step, first + num_rows - begin)
             chunk = IndexChunk(begin, room[: count * width].view(count, width))
             if self.stripe is not None:
-                chunk.merged = self.buffers["merged"][: count * longest].view(count, longest)
+                chunk.merged = self.buffers["merged"][: count * whole].view(count, whole)
             yield chunk
 
     def _gathered(

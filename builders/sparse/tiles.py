@@ -290,7 +290,16 @@ class IndexTile:
     hopper_at_once: int = 4
     """Rows of queries whose products follow each other without a pause in the Hopper kernel."""
     select_short: int = 4096
-    """Logits of a short row, which the selection keeps in registers."""
+    """Logits of a short row, a power of two, at least 128; launches over short rows alone have
+    kernels of their own, with fewer registers."""
     select_long: int = 16384
-    """Most logits of a row that the selection keeps in registers, and a step over longer rows."""
-    select_warps: int = 8
+    """Most logits of a row that one program selects from, a power of two; longer rows are cut into
+    segments of as many. It is more where lists have more than a quarter of as many entries."""
+    select_warps: int = 4
+    """Warps of a program that selects from a short row."""
+    select_long_warps: int = 8
+    """Warps of a program that selects from a longer one, or from a segment."""
+
+    def segment_of(self, topk: int) -> int:
+        """Most logits of a row that one program selects from, for lists of ``topk`` entries."""
+        return max(self.select_long, 4 * (1 << (topk - 1).bit_length()))

@@ -20,10 +20,10 @@ from attn.kernels.sparse.indexer.launch import (
     gather_keys_call,
     paged_logits_call,
     ragged_logits_call,
-    select_topk_call,
     write_keys_call,
 )
 from attn.kernels.sparse.indexer.ranks import pack_candidates_call, spread_candidates_call
+from attn.kernels.sparse.indexer.select_launch import select_topk_calls
 from attn.kernels.sparse.launcher import sparse_calls
 from attn.kernels.sparse.layer import SparseLayer, SparseTensors
 from attn.kernels.sparse.topk_transform import topk_transform_call
@@ -92,17 +92,22 @@ def index_calls(dtype: torch.dtype, tile: IndexTile, hardware: bool) -> dict[str
     logits = torch.empty(rows, 4096)
     keys, scales = torch.empty(4096, 128).to(e4m3), torch.empty(4096)
     ragged = (query, weights, IndexerKeys(keys, scales), lens, lens, logits, tile)
+    listed = (lens, torch.empty(rows, TOPK).int(), None)
+    candidates, selection = select_topk_calls(
+        torch.empty(rows, 32768), *listed, RequestPages(table), None, tile
+    )
     return {
         "paged logits": paged_logits_call(
             query, weights, cache, RequestPages(table), lens, logits, tile, hardware_e4m3=hardware
         ),
         "ragged logits": ragged_logits_call(*ragged, hardware_e4m3=hardware),
-        "selection": select_topk_call(
-            logits, lens, torch.empty(rows, TOPK).int(), None, RequestPages(table), None, tile
-        ),
-        "selection of long rows": select_topk_call(
-            torch.empty(rows, 4097), lens, torch.empty(rows, TOPK).int(), None, None, None, tile
-        ),
+        "selection": select_topk_calls(logits, *listed, RequestPages(table), None, tile)[0],
+        "selection of odd rows": select_topk_calls(logits[:, 1:], *listed, None, None, tile)[0],
+        "selection of long rows": select_topk_calls(
+            torch.empty(rows, 8192), *listed, None, None, tile
+        )[0],
+        "candidates of segments": candidates,
+        "selection of candidates": selection,
         "keys": write_keys_call(
             torch.empty(rows, 128).bfloat16(),
             cache,
@@ -170,7 +175,8 @@ def tested(target: int) -> dict[str, KernelCall]:
     kept = ("8 heads 4096 rows", "128 heads", "logits e4m3", "selection e4m3", "keys e4m3")
     if target != 90:
         kept = ("656 8 heads 4096 rows", "bf16 8 heads 4096 rows", "logits e4m3", "selection e4m3")
-    kept += ("of long rows e4m3", "of a rank e4m3", "of all ranks e4m3")
+    kept += ("of long rows e4m3", "of segments e4m3", "of candidates e4m3")
+    kept += ("of a rank e4m3", "of all ranks e4m3")
     return {name: call for name, call in chosen(target).items() if any(k in name for k in kept)}
 
 

@@ -364,7 +364,7 @@ def test_a_captured_launch_over_gathered_keys_replays() -> None:
     assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
 
 
-@pytest.mark.parametrize("length", [2048, 2049, 4096, 5000, 8193, 16385, 32768, 131072])
+@pytest.mark.parametrize("length", [2048, 2049, 4096, 5000, 8193, 16385, 32768, 131072, 300000])
 def test_selection_is_that_of_a_stable_sort(length: int) -> None:
     generator = torch.Generator(DEVICE).manual_seed(length)
     rows, topk = 6, 2048

@@ -25,7 +25,9 @@ from builders.sparse.tiles import IndexTile
 E4M3 = torch.float8_e4m3fn
 PAGE, WIDTH = 64, 128
 WILD = 2**30
-SMALL = IndexTile(pages=1, steps=2, keys=64, rows=4, num_stages=2, select_short=64, select_long=256)
+SMALL = IndexTile(
+    pages=1, steps=2, keys=64, rows=4, num_stages=2, select_short=128, select_long=256
+)
 
 
 @pytest.fixture(params=["kernel", "torch"])
@@ -259,7 +261,7 @@ def rows_of_logits(generator: torch.Generator) -> tuple[Tensor, list[int]]:
 @pytest.mark.parametrize(
     "tile",
     [SMALL, IndexTile(select_short=512, select_long=1024), IndexTile(select_short=1024)],
-    ids=["long rows by tiles", "long rows in registers", "all rows are short"],
+    ids=["rows in segments", "long rows whole", "all rows are short"],
 )
 @pytest.mark.parametrize("topk", [64, 40])
 def test_the_largest_are_selected_and_ties_go_to_the_lower_position(
@@ -336,10 +338,63 @@ def test_any_spread_of_logits_is_searched(spread: str) -> None:
             assert out[row].tolist() == by_sorting(logits[row].tolist(), topk)
 
 
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("width", [256, 257, 1000, 2500])
+@pytest.mark.parametrize("topk", [64, 33])
+def test_rows_of_any_width_are_selected_from(
+    topk: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to two launches leave candidates; 16 bytes are loaded at once where rows begin there."""
+    empty = Tensor.new_empty
+
+    def poisoned_memory(given: Tensor, *shape: int, **options: Any) -> Tensor:
+        made = empty(given, *shape, **options)
+        return made.fill_(float("nan") if made.is_floating_point() else WILD)
+
+    monkeypatch.setattr(Tensor, "new_empty", poisoned_memory)
+    generator = torch.Generator().manual_seed(width + topk)
+    lens = [width, width - 1, 256 if width > 256 else 200, topk + 1, width // 2, topk, width, width]
+    logits = torch.randn(len(lens), width, generator=generator)
+    logits[1] = torch.randint(-2, 3, (width,), generator=generator).float()
+    logits[4] = torch.where(logits[4] < 1.5, float("-inf"), logits[4])
+    logits[6] = torch.where(logits[6] < 1.5, float("nan"), logits[6])
+    logits[6, width // 3 :: 7] = float("-inf")
+    logits[7] = torch.where(logits[7] < 0, 0.0, logits[7])
+    for row, length in enumerate(lens):
+        logits[row, length:] = 1e30 if row % 2 else float("nan")
+    out = torch.zeros(len(lens), topk, dtype=torch.int32)
+    given = logits.clone()
+    select_topk(given, torch.tensor(lens, dtype=torch.int32), out, tile=SMALL)
+    assert torch.equal(given.nan_to_num(), logits.nan_to_num())
+    for row, length in enumerate(lens):
+        last = [(x != x, -x if x == x else 0.0) for x in logits[row, :length].tolist()]
+        order = sorted(range(length), key=lambda i: (last[i], i))[:topk]
+        assert out[row].tolist() == sorted(order) + [-1] * (topk - len(order)), row
+
+
+@pytest.mark.usefixtures("path")
+def test_candidates_become_slots_or_are_moved() -> None:
+    logits = torch.randn(3, 900, generator=torch.Generator().manual_seed(3))
+    lens = torch.tensor([900, 30, 257], dtype=torch.int32)
+    plain, moved, slots = (torch.zeros(3, 48, dtype=torch.int32) for _ in range(3))
+    select_topk(logits, lens, plain, tile=SMALL)
+    offsets = torch.tensor([1000, 0, 5], dtype=torch.int32)
+    select_topk(logits, lens, moved, offsets=offsets, tile=SMALL)
+    table = torch.randperm(45, generator=torch.Generator().manual_seed(4)).int().view(3, 15)
+    select_topk(logits, lens, slots, pages=RequestPages(table, None, block_size=64), tile=SMALL)
+    listed = plain >= 0
+    assert int(plain[0].max()) > 256
+    assert torch.equal(moved, torch.where(listed, plain + offsets[:, None], -1))
+    blocks = table.gather(1, (plain.clamp(min=0) // 64).long())
+    assert torch.equal(slots, torch.where(listed, blocks * 64 + plain % 64, -1))
+
+
 def test_a_warm_up_selects_from_long_rows_where_rows_can_be_long() -> None:
-    short = IndexTile().select_short
-    assert select_widths(short) == ()
-    assert select_widths(short + 1) == (short + 1,)
+    short, segment = IndexTile().select_short, IndexTile().segment_of(2048)
+    assert select_widths(short, 2048) == ()
+    assert select_widths(short + 1, 2048) == (short + 4,)
+    assert select_widths(segment, 2048) == (short + 4,)
+    assert select_widths(1 << 20, 2048) == (short + 4, segment + 4, 8 * segment + 4)
 
 
 def test_the_whole_selection_is_that_of_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,8 @@ class PartName(StrEnum):
 
 
 _INDEXER: Final = re.compile(
-    r"mqa_logits|paged_logits_kernel|ragged_logits_kernel|select_topk_kernel|write_keys_kernel"
+    r"mqa_logits|paged_logits_kernel|ragged_logits_kernel|select_topk_kernel"
+    r"|select_candidates_kernel|write_keys_kernel"
     r"|gather_keys_kernel|indexer|top_?k_?per_?row|persistent_topk|cooperative_topk|filtered_?topk"
     r"|context_slots_kernel|build_prefill_chunk_metadata",
     re.IGNORECASE,

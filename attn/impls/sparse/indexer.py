@@ -154,7 +154,8 @@ class SparseIndexer:
                 )
                 logits = weights.new_empty(rows, blocks * kv_cache.shape[1])
                 paged_index_logits(queries, weights, kv_cache, table, seen, seen, logits)
-            for width in select_widths(builder.vllm_config.max_model_len):
+            longest, topk = builder.vllm_config.max_model_len, self.topk_indices_buffer.shape[1]
+            for width in select_widths(longest, topk):
                 logits = torch.zeros(1, width, device=query.device)
                 seen = torch.zeros(1, dtype=torch.int32, device=query.device)
                 select_topk(logits, seen, self.topk_indices_buffer[:1])

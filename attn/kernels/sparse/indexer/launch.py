@@ -1,4 +1,4 @@
-"""Launches of the indexer's kernels."""
+"""Launches of the indexer's kernels that write, gather and score keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from attn.kernels.sparse.indexer.kernels import (
     gather_keys_kernel,
     paged_logits_kernel,
     ragged_logits_kernel,
-    select_topk_kernel,
     write_keys_kernel,
 )
 from builders.launch.call import KernelCall
@@ -188,46 +187,4 @@ def ragged_logits_call(
     grid = (cdiv(len(keys.data), tile.keys), cdiv(len(query), tile.rows))
     return KernelCall(
         ragged_logits_kernel, grid, arguments, num_warps=tile.num_warps, num_stages=tile.num_stages
-    )
-
-
-def select_topk_call(
-    logits: torch.Tensor,
-    lens: torch.Tensor,
-    out: torch.Tensor,
-    out_lens: torch.Tensor | None,
-    pages: RequestPages | None,
-    offsets: torch.Tensor | None,
-    tile: IndexTile,
-) -> KernelCall:
-    """The launch of :func:`attn.ops.indexer.select_topk`, which explains the arguments."""
-    topk = out.shape[1]
-    table = None if pages is None else pages.block_table
-    is_long = logits.shape[1] > tile.select_short
-    arguments = {
-        "logits_ptr": logits,
-        "lens_ptr": lens,
-        "out_ptr": out,
-        "out_lens_ptr": out_lens,
-        "table_ptr": table,
-        "requests_ptr": None if pages is None else pages.requests,
-        "offsets_ptr": offsets,
-        "logits_row": logits.stride(0),
-        "table_row": 0 if table is None else table.stride(0),
-        "out_row": out.stride(0),
-        "TOPK": topk,
-        "WIDTH": triton.next_power_of_2(topk),
-        "SHORT": tile.select_short,
-        # Without longer rows the kernel needs few registers, and many programs fit the device.
-        "LONG": tile.select_long if is_long else 0,
-        "BLOCK_SIZE": INDEXER_PAGE if pages is None else pages.block_size,
-    }
-    # Left to itself, ptxas takes 128 registers too, but spills some of them.
-    max_registers = 128 if is_long else None
-    return KernelCall(
-        select_topk_kernel,
-        (len(out),),
-        arguments,
-        num_warps=tile.select_warps,
-        max_registers=max_registers,
     )
