@@ -342,6 +342,7 @@ VARIANTS: Final = (
     _only(_D, "verify 4 alibi planned", drafts=3, alibi=True, left_to_itself=True),
     _only(_D, "cross attention", attn_type=_CROSS, causal=False),
     _only(_D, "invariant", 90, batch_invariant=True),
+    _only(_P, "invariant", 90, batch_invariant=True),
     _only(_D, "64/8/512 invariant", heads=(64, 8, 512), batch_invariant=True),
     _only(
         _D, "verify 8 fp8 sinks window lse", drafts=7, cache=_FP8, sinks=True, window=128, lse=True

@@ -123,6 +123,9 @@ class Tile(NamedTuple):
     """int, tiles of keys that are under way."""
     REST: tl.constexpr = 0
     """int, columns of keys beyond K_WIDTH."""
+    SUMS: tl.constexpr = 0
+    """int, columns of which sums of weights are kept apart until a segment ends, so that sums have
+    the same bits in tiles of any number of rows (batch invariance); 0 where they need not."""
 
 
 class Queries(NamedTuple):

@@ -4,6 +4,10 @@ A program takes one query head and one tile of query tokens at a time. The lates
 since they see most keys. A tile of keys that every query of the tile sees whole is not masked. The
 kernel reads the number of the step's tiles from the device, because a captured graph launches the
 same grid for every batch.
+
+With batch invariance a row has the bits that the split-KV kernel gives it. The kernel then walks
+the keys segment by segment, over the tiles of keys of that kernel and with sums in its order. Each
+segment's state starts empty, and states are folded as there. Nothing is cut between programs.
 """
 
 from __future__ import annotations
@@ -14,18 +18,31 @@ import triton
 import triton.language as tl
 
 from attn.kernels.dense.groups import Cache, Keys, Queries, Query, Run, Tile
-from attn.kernels.dense.query_rows import factors_of, prepared_queries, write_state
+from attn.kernels.dense.query_rows import (
+    factors_of,
+    load_planes,
+    prepared_queries,
+    write_state,
+)
 from attn.kernels.dense.tile import (
     attend_tiles,
     causal_and_prefix,
+    closed_state,
     empty_state,
+    fold_states,
     keys_seen,
     readable,
     recomputed,
+    store_planes,
 )
-from attn.kernels.lang.groups import Mask, OptionalTensor, Out, Rows, State, Stripe
+from attn.kernels.lang.groups import Mask, OptionalTensor, Out, Rows, Scratch, State, Stripe
 from attn.kernels.lang.masks import seen_by_all
-from builders.splitkv.device.segments import local_len, local_position
+from builders.splitkv.device.segments import (
+    local_len,
+    local_position,
+    segment_of,
+    segment_start,
+)
 
 
 class _Schedule(NamedTuple):
@@ -46,6 +63,15 @@ class _Schedule(NamedTuple):
     """int, query heads."""
     REQ_STEPS: tl.constexpr
     """int, steps in which a binary search finds a request."""
+
+
+class _Segments(NamedTuple):
+    """How the split-KV kernel cuts keys, which this kernel then follows."""
+
+    UNIT: tl.constexpr
+    """int, length of a KV tile in the unit of segment starts; 0 where keys are one run."""
+    PER_GROUP: tl.constexpr
+    """int, segments of a segment group; 0 where every request has one group."""
 
 
 class _QueryTile(NamedTuple):
@@ -96,6 +122,8 @@ _ANYWHERE = [
     "output_scale_ptr",
     "sinks_ptr",
     "slopes_ptr",
+    "states_ptr",
+    "sums_ptr",
 ]
 
 
@@ -121,6 +149,8 @@ def prefill_kernel(
     ranges_ptr,
     sinks_ptr,
     slopes_ptr,
+    states_ptr,
+    sums_ptr,
     query_token,
     query_head,
     out_token,
@@ -184,6 +214,9 @@ def prefill_kernel(
     HARDWARE_E4M3: tl.constexpr,
     STAGES: tl.constexpr,
     REST: tl.constexpr,
+    SEGMENT_UNIT: tl.constexpr,
+    SEGMENTS_PER_GROUP: tl.constexpr,
+    SUMS: tl.constexpr,
 ):
     """Attention of requests with many new tokens; grid ``(programs,)``, any number of programs.
 
@@ -195,6 +228,10 @@ def prefill_kernel(
     the rows of its own tokens. With first_ptr ``[R]`` int32 the first query of a request has that
     position; without it the last query of a request has the position of its last key. REST is the
     number of key columns beyond K_WIDTH.
+
+    With SEGMENT_UNIT, keys are cut as the split-KV kernel cuts them, see :class:`_Segments`. Each
+    program then has a slot in states ``[programs, QUERY_TILE, PLANES * V_WIDTH]`` fp32 and sums
+    ``[programs, 2, QUERY_TILE]`` fp32, where SEGMENTS_PER_GROUP is not 0.
     """
     _attend_all(
         _Schedule(
@@ -231,19 +268,23 @@ def prefill_kernel(
         ),
         Tile(
             GROUP=GROUP, TILE_HEADS=1, HEAD_TILES=GROUP, ROWS=QUERY_TILE, KV_TILE=KV_TILE,
-            COMPUTE=COMPUTE, STAGES=STAGES, REST=REST,
+            COMPUTE=COMPUTE, STAGES=STAGES, REST=REST, SUMS=SUMS,
+        ),
+        _Segments(UNIT=SEGMENT_UNIT, PER_GROUP=SEGMENTS_PER_GROUP),
+        Scratch(
+            states_ptr=states_ptr, sums_ptr=sums_ptr, USED=QUERY_TILE, WIDTH=V_WIDTH, PLANES=PLANES,
         ),
     )  # fmt: skip
 
 
 @triton.jit
-def _attend_all(schedule, query, cache, mask, stripe, out, tile):
+def _attend_all(schedule, query, cache, mask, stripe, out, tile, segments, scratch):
     """Attention of the step's tiles of queries, of which each program takes some."""
     num_tiles = tl.load(schedule.tile_starts_ptr + schedule.num_reqs)
     row = tl.arange(0, tile.ROWS)
     for work in range(tl.program_id(0), num_tiles * schedule.HEADS, tl.num_programs(0)):
         query_tile = _load_tile(work, num_tiles, row, schedule, cache)
-        state, v_factor = _attend(query_tile, query, cache, mask, stripe, tile)
+        state, v_factor = _attend(query_tile, query, cache, mask, stripe, tile, segments, scratch)
         _write(query_tile, state, v_factor, cache, out, tile)
 
 
@@ -298,7 +339,7 @@ def _load_queries(offset, wanted, heads, position, kv_head, query, cache, tile):
 
 
 @triton.jit
-def _attend(query_tile, query, cache, mask, stripe, tile):
+def _attend(query_tile, query, cache, mask, stripe, tile, segments, scratch):
     """Attention of one tile of queries.
 
     Returns:
@@ -348,29 +389,77 @@ def _attend(query_tile, query, cache, mask, stripe, tile):
     high = tl.cdiv(stop, KV_TILE)
     full_low = tl.cdiv(all_low, KV_TILE)
     full_high = tl.maximum(all_high // KV_TILE, full_low)
-    state = empty_state(
-        tl.full([tile.ROWS], float("-inf"), tl.float32), tl.zeros([tile.ROWS], tl.float32),
-        tile.ROWS, cache.V_WIDTH,
-    )  # fmt: skip
-    if EDGES or mask.RANGES:
+    if segments.UNIT > 0:
         if mask.RSWA:
-            prefix_tiles = tl.minimum(tl.cdiv(prefix, KV_TILE), high)
-            state = _attend_run(
-                state, queries, keys, 0, prefix_tiles, query, cache, mask, tile, True
-            )
-            low = tl.maximum(low, prefix_tiles)
-        edge = tl.minimum(full_low, high)
-        state = _attend_run(state, queries, keys, low, edge, query, cache, mask, tile, True)
-        low = tl.maximum(low, edge)
-    full = tl.minimum(full_high, high)
-    state = _attend_run(state, queries, keys, low, full, query, cache, mask, tile, False)
-    state = _attend_run(
-        state, queries, keys, tl.maximum(low, full), high, query, cache, mask, tile, True
-    )
-    m = state.m
-    if query.SIMPLE:
-        m = m * queries.scale
-    return State(m, state.l, state.acc0, state.acc1, state.acc2, state.acc3), v_factor
+            low = tl.where(prefix > 0, 0, low)
+        run = Run(low, high, full_low=full_low, full_high=full_high)
+        state = _attend_segments(queries, keys, run, query, cache, mask, tile, segments, scratch)
+    else:
+        state = empty_state(
+            tl.full([tile.ROWS], float("-inf"), tl.float32), tl.zeros([tile.ROWS], tl.float32),
+            tile.ROWS, cache.V_WIDTH,
+        )  # fmt: skip
+        if EDGES or mask.RANGES:
+            if mask.RSWA:
+                prefix_tiles = tl.minimum(tl.cdiv(prefix, KV_TILE), high)
+                state = _attend_run(
+                    state, queries, keys, 0, prefix_tiles, query, cache, mask, tile, True
+                )
+                low = tl.maximum(low, prefix_tiles)
+            edge = tl.minimum(full_low, high)
+            state = _attend_run(state, queries, keys, low, edge, query, cache, mask, tile, True)
+            low = tl.maximum(low, edge)
+        full = tl.minimum(full_high, high)
+        state = _attend_run(state, queries, keys, low, full, query, cache, mask, tile, False)
+        state = _attend_run(
+            state, queries, keys, tl.maximum(low, full), high, query, cache, mask, tile, True
+        )
+        m = state.m
+        if query.SIMPLE:
+            m = m * queries.scale
+        state = State(m, state.l, state.acc0, state.acc1, state.acc2, state.acc3)
+    return state, v_factor
+
+
+@triton.jit
+def _attend_segments(queries, keys, run, query, cache, mask, tile, segments, scratch):
+    """The state over a run of tiles, folded as the split-KV kernel folds it.
+
+    The states of the segments of a segment group are folded in registers. Registers have no room
+    for a third state, so the state over whole segment groups waits in the program's slot.
+    """
+    WIDTH: tl.constexpr = cache.V_WIDTH
+    top = tl.full([tile.ROWS], float("-inf"), tl.float32)
+    total = empty_state(top, tl.zeros([tile.ROWS], tl.float32), tile.ROWS, WIDTH)
+    first = segment_of(run.low * segments.UNIT)
+    past = segment_of(tl.maximum(run.high - 1, 0) * segments.UNIT) + 1
+    past = tl.where(run.high > run.low, past, first)
+    for s in range(first, past):
+        low = tl.maximum(segment_start(s) // segments.UNIT, run.low)
+        high = tl.minimum(segment_start(s + 1) // segments.UNIT, run.high)
+        full = tl.maximum(tl.minimum(run.full_high, high), low)
+        if mask.WINDOW or mask.CHUNK or mask.RSWA or mask.RANGES:
+            full = tl.where(low >= run.full_low, full, low)
+        state = empty_state(top, tl.zeros([tile.ROWS, tile.SUMS], tl.float32), tile.ROWS, WIDTH)
+        state = _attend_run(state, queries, keys, low, full, query, cache, mask, tile, False)
+        if high > full:
+            state = _attend_run(state, queries, keys, full, high, query, cache, mask, tile, True)
+        highest, sums = closed_state(state, queries, query, tile)
+        total = fold_states(total, highest, sums, state, cache.PLANES)
+        if segments.PER_GROUP > 0:
+            if ((s + 1) % segments.PER_GROUP == 0) | (s + 1 == past):
+                # Numbers that the loop over keys does not need are computed here.
+                slot = recomputed(tl.program_id(0), cache.DECODE)
+                begins = segment_start(s // segments.PER_GROUP * segments.PER_GROUP)
+                before = load_planes(scratch, slot, begins > run.low * segments.UNIT, tile.ROWS)
+                total = fold_states(before, total.m, total.l, total, cache.PLANES)
+                if s + 1 < past:
+                    # Threads load what other threads stored.
+                    tl.debug_barrier()
+                    store_planes(scratch, slot, total.m, total.l, total)
+                    tl.debug_barrier()
+                    total = empty_state(top, tl.zeros([tile.ROWS], tl.float32), tile.ROWS, WIDTH)
+    return total
 
 
 @triton.jit

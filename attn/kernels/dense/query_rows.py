@@ -10,6 +10,7 @@ import triton.language as tl
 
 from attn.kernels.dense.tile import fold, power_of_two_guard
 from attn.kernels.lang.constants import LOG2E
+from attn.kernels.lang.groups import State
 from attn.kernels.lang.numerics import encode_e4m3
 from attn.kernels.lang.stored import plane_columns
 
@@ -288,6 +289,37 @@ def _load_part(scratch, slot, part, parts, row, cells, mine, mask):
         scratch.states_ptr, scratch.sums_ptr, slot + part, row, cells, mine & real, mask & real,
         scratch.USED, CELLS,
     )  # fmt: skip
+
+
+@triton.jit
+def load_planes(scratch, slot, wanted, ROWS: tl.constexpr):
+    """Load the state in a slot of ``scratch``; the empty state if it is not ``wanted``."""
+    row = tl.arange(0, ROWS)
+    cells = row[:, None] * (scratch.WIDTH * scratch.PLANES) + tl.arange(0, scratch.WIDTH)[None, :]
+    mine = (row < scratch.USED) & wanted
+    CELLS: tl.constexpr = scratch.WIDTH * scratch.PLANES
+    m, l, acc0 = load_state(
+        scratch.states_ptr, scratch.sums_ptr, slot, row, cells, mine, mine[:, None], scratch.USED,
+        CELLS,
+    )  # fmt: skip
+    acc1 = acc0
+    acc2 = acc0
+    acc3 = acc0
+    if scratch.PLANES > 1:
+        _, _, acc1 = load_state(
+            scratch.states_ptr, scratch.sums_ptr, slot, row, cells + scratch.WIDTH, mine,
+            mine[:, None], scratch.USED, CELLS,
+        )  # fmt: skip
+    if scratch.PLANES > 2:
+        _, _, acc2 = load_state(
+            scratch.states_ptr, scratch.sums_ptr, slot, row, cells + 2 * scratch.WIDTH, mine,
+            mine[:, None], scratch.USED, CELLS,
+        )  # fmt: skip
+        _, _, acc3 = load_state(
+            scratch.states_ptr, scratch.sums_ptr, slot, row, cells + 3 * scratch.WIDTH, mine,
+            mine[:, None], scratch.USED, CELLS,
+        )  # fmt: skip
+    return State(m, l, acc0, acc1, acc2, acc3)
 
 
 @triton.jit

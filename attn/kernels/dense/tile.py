@@ -255,6 +255,45 @@ def fold_states(state, m, l, new, PLANES: tl.constexpr):
 
 
 @triton.jit
+def sum_of_columns(x, SUMS: tl.constexpr):
+    """The sum of the columns of ``x [ROWS, N]``, N a power of two.
+
+    With SUMS it is a tree of sums of two numbers, whose bits do not depend on how threads share the
+    tile out, and so not on its number of rows. A thread has its columns in pairs: these are added
+    first, then those of neighbouring threads, then those of warps.
+    """
+    result = x
+    if SUMS > 0:
+        ROWS: tl.constexpr = x.shape[0]
+        pairs = tl.sum(tl.reshape(x, [ROWS, x.shape[1] // 8, 2, 2, 2]), 4)
+        result = tl.reshape(_halved(tl.sum(tl.sum(pairs, 3), 2), 1), [ROWS])
+    else:
+        result = tl.sum(x, 1)
+    return result
+
+
+@triton.jit
+def _halved(x, COLUMNS: tl.constexpr):
+    """Add the right half of the columns of ``x [ROWS, N]`` to the left until COLUMNS are left."""
+    ROWS: tl.constexpr = x.shape[0]
+    HALF: tl.constexpr = x.shape[1] // 2
+    result = x
+    if HALF >= COLUMNS:
+        result = _halved(tl.sum(tl.reshape(x, [ROWS, 2, HALF]), 1), COLUMNS)
+    return result
+
+
+@triton.jit
+def closed_state(state, queries, query, tile):
+    """The maxima, in units of log 2, and the sums of a ``state`` whose sums are kept by column."""
+    sums = sum_of_columns(state.l, tile.SUMS)
+    highest = state.m
+    if query.SIMPLE:
+        highest = state.m * queries.scale
+    return highest, sums
+
+
+@triton.jit
 def store_planes(scratch, slot, m, l, state):
     """Store a state in a slot of ``scratch``; ``m`` and ``l`` ``[ROWS]`` replace its own."""
     store_state(
@@ -388,7 +427,8 @@ def attend_tiles(
     With SEGMENTED, a state is closed at the end of each segment; if the plan depends on the batch,
     one state is closed at the end of the run. A closed state is stored if ``slots.stores``, else it
     is folded into ``total``. The sums of ``state`` are then ``[ROWS, KV_TILE]``, and are summed
-    over their columns when the state closes.
+    over their columns when the state closes. In tiles with SUMS they are ``[ROWS, SUMS]``, also
+    without SEGMENTED.
 
     If the query is SIMPLE, the maxima of ``state`` are those of the unscaled scores.
 
@@ -522,7 +562,9 @@ def attend_tiles(
         parts = weights
         if cache.INLINE:
             parts = weights * (1.0 / v_scale)[None, :]
-        if SEGMENTED:
+        if tile.SUMS > 0:
+            l = tl.fma(state.l, alpha[:, None], _halved(parts, tile.SUMS))
+        elif SEGMENTED:
             l = state.l * alpha[:, None] + parts
         else:
             l = state.l * alpha + tl.sum(parts, 1)
@@ -534,16 +576,13 @@ def attend_tiles(
         if SEGMENTED:
             closes = (number + 1 == segment_end) | (number + 1 == run.high)
             if closes:
-                sums = tl.sum(state.l, 1)
-                highest = state.m
-                if query.SIMPLE:
-                    highest = state.m * queries.scale
+                highest, sums = closed_state(state, queries, query, tile)
                 if slots.stores:
                     store_planes(scratch, slots.slot + segment, highest, sums, state)
                 else:
                     total = fold_states(total, highest, sums, state, cache.PLANES)
                 if not ASYNCHRONOUS:
-                    state = _reset(state, KV_TILE, cache.PLANES)
+                    state = _reset(state, cache.PLANES)
                 segment += 1
                 if not plan.DEPENDS_ON_BATCH:
                     segment_end = segment_start(segment + 1) // plan.SEGMENT_UNIT
@@ -555,10 +594,10 @@ def attend_tiles(
 
 
 @triton.jit
-def _reset(state, KV_TILE: tl.constexpr, PLANES: tl.constexpr):
+def _reset(state, PLANES: tl.constexpr):
     """The state of no keys, with the shapes of ``state``, which has PLANES planes."""
     m = tl.full([state.m.shape[0]], float("-inf"), tl.float32)
-    l = tl.zeros([state.m.shape[0], KV_TILE], tl.float32)
+    l = tl.zeros(state.l.shape, tl.float32)
     acc0 = tl.zeros(state.acc0.shape, tl.float32)
     acc1 = state.acc1
     acc2 = state.acc2
