@@ -11,7 +11,7 @@ import triton.language as tl
 from attn.kernels.dense.tile import fold, power_of_two_guard
 from attn.kernels.lang.constants import LOG2E
 from attn.kernels.lang.groups import State
-from attn.kernels.lang.numerics import encode_e4m3
+from attn.kernels.lang.numerics import encode_e4m3, product
 from attn.kernels.lang.stored import plane_columns
 
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -108,7 +108,7 @@ def with_sinks(some, m, l, head, wanted, sinks_ptr):
     Returns:
         Maxima, sums, and the factor that the rows' accumulators need then; all ``[M]`` fp32.
     """
-    sink = tl.load(sinks_ptr + head, mask=wanted, other=0.0).to(tl.float32) * LOG2E
+    sink = product(tl.load(sinks_ptr + head, mask=wanted, other=0.0).to(tl.float32), LOG2E)
     top = tl.where(some, tl.maximum(m, sink), m)
     base = tl.where(some, top, 0.0)
     shrink = tl.exp2(m - base)

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from attn.kernels.lang.groups import State
 from attn.kernels.lang.masks import biased, last_visible, masked, own_range, reach_of
+from attn.kernels.lang.numerics import product
 from attn.kernels.lang.stored import PLAIN, plane_of
 from builders.splitkv.device.segments import first_visible, segment_start
 
@@ -289,7 +290,8 @@ def closed_state(state, queries, query, tile):
     sums = sum_of_columns(state.l, tile.SUMS)
     highest = state.m
     if query.SIMPLE:
-        highest = state.m * queries.scale
+        # Some states are folded in registers, some are stored first: the bits must be the same.
+        highest = product(state.m, queries.scale)
     return highest, sums
 
 
@@ -459,6 +461,8 @@ def attend_tiles(
     IEEE: tl.constexpr = tl.float32 == COMPUTE
     # Only tiles of at least 64 rows can be multiplied by warp groups, which is asynchronous.
     ASYNCHRONOUS: tl.constexpr = ROWS >= 64
+    # Weights of a request must not depend on the kernel, nor on whether a tile is masked.
+    ROUNDS: tl.constexpr = SEGMENTED or tile.SUMS > 0
     kc = tl.arange(0, cache.K_WIDTH)
     vc = tl.arange(0, cache.V_WIDTH)
     within = tl.arange(0, KV_TILE)
@@ -532,13 +536,17 @@ def attend_tiles(
 
         scores = _products(queries, k_words, rest, cache, tile)
         if not query.SIMPLE:
-            scores = scores * queries.scale[:, None]
+            if ROUNDS and not query.SOFT_CAP:
+                scores = product(scores, queries.scale[:, None])
+            else:
+                scores = scores * queries.scale[:, None]
             if cache.INLINE:
                 scores = scores * k_scale[None, :]
             distance = token[None, :] - queries.position[:, None]
             scores = biased(
-                scores, distance, queries.slope, query.soft_cap, query.SOFT_CAP, query.ALIBI, IEEE
-            )
+                scores, distance, queries.slope, query.soft_cap, query.SOFT_CAP, query.ALIBI, IEEE,
+                ROUNDS,
+            )  # fmt: skip
             if cache.INLINE:
                 # The value's scale is added to the weight's exponent: a product of weight and scale
                 # could underflow.
