@@ -172,7 +172,8 @@ class SplitPlanner:
             moved = None if options.every_row else self.short_query
             self.slots = most_slots(limits, tile, moved, self.segment_group)
         self.prefill_programs = 0
-        if self.is_segmented and self.segment_groups > 1:
+        stores = self.prefill.stores_totals
+        if self.is_segmented and (stores or self.segment_groups > 1):
             self.prefill_programs = PREFILL_PROGRAMS * gpu.num_multiprocessors
         self._declare(buffers, shape.head_size_v, latent is not None)
         self.buffers = buffers
@@ -205,7 +206,8 @@ class SplitPlanner:
         buffers.declare("states", (states * width,), fp32)
         buffers.declare("sums", (states * 2,), fp32)
         rows = self.prefill_programs * self.prefill.query_tile
-        buffers.declare("prefill_states", (rows * width,), fp32)
+        slots = 2 if self.prefill.stores_totals else 1
+        buffers.declare("prefill_states", (slots * rows * width,), fp32)
         buffers.declare("prefill_sums", (rows * 2,), fp32)
 
     @property
@@ -455,7 +457,7 @@ class SplitPlanner:
             return None
         view, hopper, segmented = self.buffers.view, None, None
         if self.is_segmented:
-            group = self.segment_group if self.prefill_programs else 0
+            group = self.segment_group if self.segment_groups > 1 else 0
             states, sums = self.buffers["prefill_states"], self.buffers["prefill_sums"]
             unit, apart = self.tile.segment_unit, self.tile.sums_apart
             segmented = SegmentedKeys(unit, group, apart, states, sums)

@@ -111,6 +111,9 @@ class PrefillTile:
     The kernel then loads and multiplies the last 64 columns of the keys apart, instead of padding
     keys to 256 columns. 0 means that it pads them."""
 
+    stores_totals: bool = False
+    """Outputs over earlier segments wait in memory and not in registers (batch invariance)."""
+
     @property
     def for_pair(self) -> PrefillTile:
         """The tile for a layer with keys of 192 and values of 128 elements."""
@@ -283,6 +286,6 @@ def segmented_tile(shape: DenseShape, gpu: GpuFacts, split: SplitTile) -> Prefil
     if shape.width > 256:
         return f"head size {max(shape.head_size, shape.head_size_v)} is above 256"
     if shape.width > 128:
-        return PrefillTile(64, split.kv_tile, 8, 2)
+        return PrefillTile(128, split.kv_tile, 8, 2, stores_totals=True)
     # Two programs share a multiprocessor: one multiplies while the other begins a segment.
     return PrefillTile(64, split.kv_tile, 4, 2 if gpu.shared_memory < LARGE_SHARED_MEMORY else 3)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import attn.kernels.dense.prefill as prefill_module
+import attn.kernels.dense.tile as tile_module
 from attn.backends.triton_attn import TritonAttentionBackend
 from attn.kernels.dense.tile import fold_states
 from attn.reference import cache as reference
@@ -41,6 +42,8 @@ LAYERS = {
     "cap and sinks": replace(SMALL, soft_cap=30.0, sinks=True),
     "alibi": replace(SMALL, alibi=True, keys=1100),
     "wide heads": replace(SMALL, heads=(2, 2, 128), keys=1100, queries=40),
+    "stored": replace(SMALL, heads=(2, 1, 256), keys=2300, queries=40),
+    "stored behind a window": replace(SMALL, heads=(2, 1, 256), keys=1400, queries=40, window=700),
     "bf16": replace(SMALL, dtype=DType.BFLOAT16, keys=1100),
 }
 
@@ -170,9 +173,11 @@ def test_two_chains_of_segments_differ(monkeypatch: pytest.MonkeyPatch) -> None:
         return fold_states(chains[0], chains[1].m, chains[1].l, chains[1], planes)
 
     prompt = Prompt(SMALL, CPU)
-    prompt.builder.planner.prefill_programs = 0
-    monkeypatch.setattr(prefill_module, "fold_states", fold)
-    assert differing(prompt.in_chunks(1, 66), part(prompt.rows(0, 70), 66, 70)) > 0
+    decodes = prompt.in_chunks(1, 66)
+    assert differing(decodes, part(prompt.rows(0, 70), 66, 70)) == 0
+    for module in (prefill_module, tile_module):
+        monkeypatch.setattr(module, "fold_states", fold)
+    assert differing(decodes, part(prompt.rows(0, 70), 66, 70)) > 0
 
 
 # -- Which layers have it.

@@ -213,4 +213,5 @@ def prefill_constants(
         "SEGMENT_UNIT": 0 if cuts is None else cuts.segment_unit,
         "SEGMENTS_PER_GROUP": 0 if cuts is None else cuts.segment_group,
         "SUMS": 0 if cuts is None else cuts.sums_apart,
+        "TOTALS_STORED": cuts is not None and tile.stores_totals,
     }

@@ -20,6 +20,8 @@ import triton.language as tl
 from attn.kernels.dense.groups import Cache, Keys, Queries, Query, Run, Tile
 from attn.kernels.dense.query_rows import (
     factors_of,
+    fold_slots,
+    load_outputs,
     load_planes,
     prepared_queries,
     write_state,
@@ -29,8 +31,10 @@ from attn.kernels.dense.tile import (
     causal_and_prefix,
     closed_state,
     empty_state,
+    fold_into_slot,
     fold_states,
     keys_seen,
+    opened,
     readable,
     recomputed,
     store_planes,
@@ -68,8 +72,6 @@ class _Schedule(NamedTuple):
 class _Segments(NamedTuple):
     """How the split-KV kernel cuts keys, which this kernel then follows."""
 
-    UNIT: tl.constexpr
-    """int, length of a KV tile in the unit of segment starts; 0 where keys are one run."""
     PER_GROUP: tl.constexpr
     """int, segments of a segment group; 0 where every request has one group."""
 
@@ -216,6 +218,7 @@ def prefill_kernel(
     REST: tl.constexpr,
     SEGMENT_UNIT: tl.constexpr,
     SEGMENTS_PER_GROUP: tl.constexpr,
+    TOTALS_STORED: tl.constexpr,
     SUMS: tl.constexpr,
 ):
     """Attention of requests with many new tokens; grid ``(programs,)``, any number of programs.
@@ -269,8 +272,9 @@ def prefill_kernel(
         Tile(
             GROUP=GROUP, TILE_HEADS=1, HEAD_TILES=GROUP, ROWS=QUERY_TILE, KV_TILE=KV_TILE,
             COMPUTE=COMPUTE, STAGES=STAGES, REST=REST, SUMS=SUMS,
+            UNIT=SEGMENT_UNIT, STORED=TOTALS_STORED,
         ),
-        _Segments(UNIT=SEGMENT_UNIT, PER_GROUP=SEGMENTS_PER_GROUP),
+        _Segments(PER_GROUP=SEGMENTS_PER_GROUP),
         Scratch(
             states_ptr=states_ptr, sums_ptr=sums_ptr, USED=QUERY_TILE, WIDTH=V_WIDTH, PLANES=PLANES,
         ),
@@ -389,11 +393,11 @@ def _attend(query_tile, query, cache, mask, stripe, tile, segments, scratch):
     high = tl.cdiv(stop, KV_TILE)
     full_low = tl.cdiv(all_low, KV_TILE)
     full_high = tl.maximum(all_high // KV_TILE, full_low)
-    if segments.UNIT > 0:
+    if tile.UNIT > 0:
         if mask.RSWA:
             low = tl.where(prefix > 0, 0, low)
         run = Run(low, high, full_low=full_low, full_high=full_high)
-        state = _attend_segments(queries, keys, run, query, cache, mask, tile, segments, scratch)
+        state = _attend_groups(queries, keys, run, query, cache, mask, tile, segments, scratch)
     else:
         state = empty_state(
             tl.full([tile.ROWS], float("-inf"), tl.float32), tl.zeros([tile.ROWS], tl.float32),
@@ -402,17 +406,22 @@ def _attend(query_tile, query, cache, mask, stripe, tile, segments, scratch):
         if EDGES or mask.RANGES:
             if mask.RSWA:
                 prefix_tiles = tl.minimum(tl.cdiv(prefix, KV_TILE), high)
-                state = _attend_run(
-                    state, queries, keys, 0, prefix_tiles, query, cache, mask, tile, True
+                state, _ = _attend_run(
+                    state, state, queries, keys, Run(0, prefix_tiles, 0, 0), query, cache, mask, tile, scratch, True
                 )
                 low = tl.maximum(low, prefix_tiles)
             edge = tl.minimum(full_low, high)
-            state = _attend_run(state, queries, keys, low, edge, query, cache, mask, tile, True)
+            state, _ = _attend_run(
+                state, state, queries, keys, Run(low, edge, 0, 0), query, cache, mask, tile, scratch, True
+            )
             low = tl.maximum(low, edge)
         full = tl.minimum(full_high, high)
-        state = _attend_run(state, queries, keys, low, full, query, cache, mask, tile, False)
-        state = _attend_run(
-            state, queries, keys, tl.maximum(low, full), high, query, cache, mask, tile, True
+        state, _ = _attend_run(
+            state, state, queries, keys, Run(low, full, 0, 0), query, cache, mask, tile, scratch, False
+        )
+        low = tl.maximum(low, full)
+        state, _ = _attend_run(
+            state, state, queries, keys, Run(low, high, 0, 0), query, cache, mask, tile, scratch, True
         )
         m = state.m
         if query.SIMPLE:
@@ -422,54 +431,84 @@ def _attend(query_tile, query, cache, mask, stripe, tile, segments, scratch):
 
 
 @triton.jit
-def _attend_segments(queries, keys, run, query, cache, mask, tile, segments, scratch):
+def _attend_groups(queries, keys, run, query, cache, mask, tile, segments, scratch):
     """The state over a run of tiles, folded as the split-KV kernel folds it.
 
     The states of the segments of a segment group are folded in registers. Registers have no room
     for a third state, so the state over whole segment groups waits in the program's slot.
     """
-    WIDTH: tl.constexpr = cache.V_WIDTH
     top = tl.full([tile.ROWS], float("-inf"), tl.float32)
-    total = empty_state(top, tl.zeros([tile.ROWS], tl.float32), tile.ROWS, WIDTH)
-    first = segment_of(run.low * segments.UNIT)
-    past = segment_of(tl.maximum(run.high - 1, 0) * segments.UNIT) + 1
-    past = tl.where(run.high > run.low, past, first)
-    for s in range(first, past):
-        low = tl.maximum(segment_start(s) // segments.UNIT, run.low)
-        high = tl.minimum(segment_start(s + 1) // segments.UNIT, run.high)
-        full = tl.maximum(tl.minimum(run.full_high, high), low)
-        if mask.WINDOW or mask.CHUNK or mask.RSWA or mask.RANGES:
-            full = tl.where(low >= run.full_low, full, low)
-        state = empty_state(top, tl.zeros([tile.ROWS, tile.SUMS], tl.float32), tile.ROWS, WIDTH)
-        state = _attend_run(state, queries, keys, low, full, query, cache, mask, tile, False)
-        if high > full:
-            state = _attend_run(state, queries, keys, full, high, query, cache, mask, tile, True)
-        highest, sums = closed_state(state, queries, query, tile)
-        total = fold_states(total, highest, sums, state, cache.PLANES)
-        if segments.PER_GROUP > 0:
-            if ((s + 1) % segments.PER_GROUP == 0) | (s + 1 == past):
+    total = empty_state(top, tl.zeros([tile.ROWS], tl.float32), tile.ROWS, cache.V_WIDTH)
+    # Where outputs over the segments of one segment group are, if they are not in registers.
+    slot = tl.program_id(0) + tl.num_programs(0)
+    if segments.PER_GROUP == 0:
+        total = _attend_group(total, queries, keys, run, query, cache, mask, tile, scratch)
+    else:
+        first = segment_of(run.low * tile.UNIT) // segments.PER_GROUP
+        past = segment_of(tl.maximum(run.high - 1, 0) * tile.UNIT) // segments.PER_GROUP + 1
+        past = tl.where(run.high > run.low, past, first)
+        for group in range(first, past):
+            empty = empty_state(top, tl.zeros([tile.ROWS], tl.float32), tile.ROWS, cache.V_WIDTH)
+            low = tl.maximum(segment_start(group * segments.PER_GROUP) // tile.UNIT, run.low)
+            high = segment_start((group + 1) * segments.PER_GROUP) // tile.UNIT
+            part = Run(low, tl.minimum(high, run.high), run.full_low, run.full_high)
+            total = _attend_group(empty, queries, keys, part, query, cache, mask, tile, scratch)
+            if first + 1 < past:
                 # Numbers that the loop over keys does not need are computed here.
                 slot = recomputed(tl.program_id(0), cache.DECODE)
-                begins = segment_start(s // segments.PER_GROUP * segments.PER_GROUP)
-                before = load_planes(scratch, slot, begins > run.low * segments.UNIT, tile.ROWS)
-                total = fold_states(before, total.m, total.l, total, cache.PLANES)
-                if s + 1 < past:
-                    # Threads load what other threads stored.
-                    tl.debug_barrier()
-                    store_planes(scratch, slot, total.m, total.l, total)
-                    tl.debug_barrier()
-                    total = empty_state(top, tl.zeros([tile.ROWS], tl.float32), tile.ROWS, WIDTH)
+                if tile.STORED:
+                    total = fold_slots(total, slot, slot + tl.num_programs(0), group > first, scratch)
+                else:
+                    before = load_planes(scratch, slot, group > first, tile.ROWS)
+                    total = fold_states(before, total.m, total.l, total, cache.PLANES)
+                    if group + 1 < past:
+                        # Threads load what other threads stored.
+                        tl.debug_barrier()
+                        store_planes(scratch, slot, total.m, total.l, total)
+                        tl.debug_barrier()
+    if tile.STORED:
+        tl.debug_barrier()
+        total = load_outputs(total, slot, scratch)
     return total
 
 
 @triton.jit
-def _attend_run(state, queries, keys, low, high, query, cache, mask, tile, MASK: tl.constexpr):
-    """The state over the tiles ``[low, high)`` too, see :func:`attend_tiles`."""
-    state, _ = attend_tiles(
-        state, state, queries, keys, None, Run(low, high, full_low=0, full_high=0), query, cache,
-        mask, None, None, tile, MASK, False,
+def _attend_group(total, queries, keys, run, query, cache, mask, tile, scratch):
+    """The state over a run of tiles within one segment group; ``total`` is the empty state."""
+    low = run.low
+    sums = tl.zeros([tile.ROWS, tile.SUMS], tl.float32)
+    state = empty_state(total.m, sums, tile.ROWS, cache.V_WIDTH)
+    if mask.WINDOW or mask.CHUNK or mask.RSWA or mask.RANGES:
+        edge = tl.minimum(run.full_low, run.high)
+        state, total = _attend_run(
+            state, total, queries, keys, Run(low, edge, 0, 0, run.low), query, cache, mask, tile, scratch, True
+        )
+        low = tl.maximum(low, edge)
+    full = tl.maximum(tl.minimum(run.full_high, run.high), low)
+    state, total = _attend_run(
+        state, total, queries, keys, Run(low, full, 0, 0, run.low), query, cache, mask, tile, scratch, False
+    )
+    state, total = _attend_run(
+        state, total, queries, keys, Run(full, run.high, 0, 0, run.low), query, cache, mask, tile, scratch, True
+    )
+    highest, sums = closed_state(state, queries, query, tile)
+    if tile.STORED:
+        stored = opened(run.high, run.low, tile.UNIT) & (run.high > run.low)
+        total = fold_into_slot(total, highest, sums, state, stored, scratch, cache.DECODE)
+    else:
+        total = fold_states(total, highest, sums, state, cache.PLANES)
+    return total
+
+
+@triton.jit
+def _attend_run(
+    state, total, queries, keys, run, query, cache, mask, tile, scratch, MASK: tl.constexpr
+):  # fmt: skip
+    """The states over a run of tiles too, see :func:`attend_tiles`."""
+    return attend_tiles(
+        state, total, queries, keys, None, run, query, cache, mask, None, scratch, tile,
+        MASK, False,
     )  # fmt: skip
-    return state
 
 
 @triton.jit

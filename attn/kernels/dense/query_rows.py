@@ -323,6 +323,54 @@ def load_planes(scratch, slot, wanted, ROWS: tl.constexpr):
 
 
 @triton.jit
+def fold_slots(new, slot, new_slot, stored, scratch):
+    """Fold the state ``new``, whose outputs are in ``new_slot``, into the state in ``slot``.
+
+    That is the empty state unless something is ``stored`` there. States have one plane.
+
+    Returns:
+        The folded state, whose outputs are in ``slot`` and not in registers.
+    """
+    WIDTH: tl.constexpr = scratch.WIDTH
+    USED: tl.constexpr = scratch.USED
+    row = tl.arange(0, USED)
+    sums = scratch.sums_ptr + slot.to(tl.int64) * (2 * USED)
+    mine = (row < USED) & stored
+    # Threads load what other threads stored.
+    tl.debug_barrier()
+    m = tl.load(sums + row, mask=mine, other=float("-inf"), cache_modifier=".cg")
+    l = tl.load(sums + USED + row, mask=mine, other=0.0, cache_modifier=".cg")
+    for c0 in range(0, WIDTH, 32):
+        cells = row[:, None] * WIDTH + (c0 + tl.arange(0, 32))[None, :]
+        _, _, before = load_state(
+            scratch.states_ptr, scratch.sums_ptr, slot, row, cells, mine, mine[:, None], USED, WIDTH
+        )
+        _, _, acc = load_state(
+            scratch.states_ptr, scratch.sums_ptr, new_slot, row, cells, mine, cells >= 0, USED, WIDTH
+        )
+        _, _, after = fold(m, l, before, new.m, new.l, acc)
+        at = tl.multiple_of(scratch.states_ptr + slot.to(tl.int64) * (USED * WIDTH), 16)
+        tl.store(at + cells, after)
+    top, total, _ = fold(m, l, l[:, None], new.m, new.l, l[:, None])
+    tl.debug_barrier()
+    tl.store(sums + row, top)
+    tl.store(sums + USED + row, total)
+    return State(top, total, new.acc0, new.acc1, new.acc2, new.acc3)
+
+
+@triton.jit
+def load_outputs(state, slot, scratch):
+    """``state`` with the outputs in a slot of ``scratch``; rows without keys have none there."""
+    row = tl.arange(0, state.m.shape[0])
+    at = scratch.states_ptr + slot.to(tl.int64) * (scratch.USED * scratch.WIDTH)
+    at = tl.multiple_of(at, 16)
+    cells = at + row[:, None] * scratch.WIDTH + tl.arange(0, scratch.WIDTH)[None, :]
+    seen = (state.m > float("-inf"))[:, None]
+    acc = tl.load(cells, mask=seen, other=0.0, cache_modifier=".cg")
+    return State(state.m, state.l, acc, acc, acc, acc)
+
+
+@triton.jit
 def load_state(
     states_ptr, sums_ptr, slot, row, cells, mine, mask, USED: tl.constexpr, CELLS: tl.constexpr
 ):
@@ -331,5 +379,5 @@ def load_state(
     sums = sums_ptr + slot * (2 * USED)
     m = tl.load(sums + row, mask=mine, other=float("-inf"), cache_modifier=".cg")
     l = tl.load(sums + USED + row, mask=mine, other=0.0, cache_modifier=".cg")
-    at = states_ptr + slot * (USED * CELLS)
+    at = tl.multiple_of(states_ptr + slot * (USED * CELLS), 16)
     return m, l, tl.load(at + cells, mask=mask, other=0.0, cache_modifier=".cg")

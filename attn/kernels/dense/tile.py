@@ -13,7 +13,7 @@ from attn.kernels.lang.groups import State
 from attn.kernels.lang.masks import biased, last_visible, masked, own_range, reach_of
 from attn.kernels.lang.numerics import product
 from attn.kernels.lang.stored import PLAIN, plane_of
-from builders.splitkv.device.segments import first_visible, segment_start
+from builders.splitkv.device.segments import first_visible, segment_of, segment_start
 
 _PLAIN = tl.constexpr(PLAIN)
 
@@ -100,6 +100,21 @@ def recomputed(number, DECODE: tl.constexpr):
 
 
 @triton.jit
+def barrier_and(number, DECODE: tl.constexpr):
+    """``number``, behind a barrier of the program's threads that Triton does not see."""
+    if DECODE != _PLAIN:
+        number = tl.inline_asm_elementwise(
+            "bar.sync 0;\n\tmov.b32 $0, $1;",
+            "=r,r",
+            [number],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    return number
+
+
+@triton.jit
 def power_of_two_guard(largest):
     """fp32 powers of two g and 1 / g; ``largest * g`` is in [2^10, 2^11), so fp16 can hold it."""
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 255
@@ -177,7 +192,7 @@ def store_state(
     slot = slot.to(tl.int64)
     tl.store(sums_ptr + slot * 2 * USED + row, m, mask=mine)
     tl.store(sums_ptr + slot * 2 * USED + USED + row, l, mask=mine)
-    at = states_ptr + slot * (USED * WIDTH * PLANES)
+    at = tl.multiple_of(states_ptr + slot * (USED * WIDTH * PLANES), 16)
     cells = at + row[:, None] * (WIDTH * PLANES) + column[None, :]
     tl.store(cells, acc0, mask=mine[:, None])
     if PLANES > 1:
@@ -253,6 +268,51 @@ def fold_states(state, m, l, new, PLANES: tl.constexpr):
         _, _, acc2 = fold(state.m, state.l, acc2, m, l, new.acc2)
         _, _, acc3 = fold(state.m, state.l, acc3, m, l, new.acc3)
     return State(top, sums, acc0, acc1, acc2, acc3)
+
+
+@triton.jit
+def opened(number, begin, UNIT: tl.constexpr):
+    """Whether a segment begins at one of the tiles ``[begin, number)``, each UNIT positions long."""
+    return segment_start(segment_of(number * UNIT - 1)) >= begin * UNIT
+
+
+@triton.jit
+def fold_into_slot(total, m, l, new, stored, scratch, DECODE: tl.constexpr):
+    """Fold the state ``new`` into ``total``, whose outputs are in the program's second slot.
+
+    ``m`` and ``l`` replace those of ``new``. The outputs of ``total`` in registers are not used.
+    Unless something is ``stored``, they are 0. States have one plane.
+    """
+    slot = tl.program_id(0) + tl.num_programs(0)
+    row = tl.arange(0, total.m.shape[0])
+    # Threads load what other threads stored. Triton does not pipeline a loop with a barrier of its.
+    slot = barrier_and(slot, DECODE)
+    # The compiler does not know how the scratch is aligned.
+    at = scratch.states_ptr + slot.to(tl.int64) * (scratch.USED * scratch.WIDTH)
+    at = tl.multiple_of(at, 16)
+    _fold_columns(total.m, total.l, m, l, new.acc0, at + row[:, None] * scratch.WIDTH, stored)
+    top, sums, _ = fold(total.m, total.l, total.l[:, None], m, l, l[:, None])
+    return State(top, sums, total.acc0, total.acc1, total.acc2, total.acc3)
+
+
+@triton.jit
+def _fold_columns(m, l, m_new, l_new, acc, rows_at, stored):
+    """Fold outputs ``acc [ROWS, N]`` into stored ones, whose rows begin at ``rows_at [ROWS, 1]``.
+
+    Few columns at a time, since layouts change through shared memory, of which the loop over keys
+    leaves little.
+    """
+    COLUMNS: tl.constexpr = acc.shape[1]
+    if COLUMNS > 32:
+        left, right = halves_of(acc)
+        _fold_columns(m, l, m_new, l_new, left, rows_at, stored)
+        _fold_columns(m, l, m_new, l_new, right, rows_at + COLUMNS // 2, stored)
+    else:
+        column = tl.arange(0, COLUMNS)[None, :]
+        cells = rows_at + column
+        before = tl.load(cells, mask=(column >= 0) & stored, other=0.0, cache_modifier=".cg")
+        _, _, after = fold(m, l, before, m_new, l_new, acc)
+        tl.store(cells, after)
 
 
 @triton.jit
@@ -463,6 +523,7 @@ def attend_tiles(
     ASYNCHRONOUS: tl.constexpr = ROWS >= 64
     # Weights of a request must not depend on the kernel, nor on whether a tile is masked.
     ROUNDS: tl.constexpr = SEGMENTED or tile.SUMS > 0
+    FOLDS: tl.constexpr = tile.UNIT > 0 and not SEGMENTED
     kc = tl.arange(0, cache.K_WIDTH)
     vc = tl.arange(0, cache.V_WIDTH)
     within = tl.arange(0, KV_TILE)
@@ -490,6 +551,9 @@ def attend_tiles(
         segment_end = run.high
         if not plan.DEPENDS_ON_BATCH:
             segment_end = segment_start(segment + 1) // plan.SEGMENT_UNIT
+    if FOLDS:
+        # The first tile from here on that begins a segment.
+        opens = segment_start(segment_of(run.low * tile.UNIT - 1) + 1) // tile.UNIT
     for number in tl.range(run.low, run.high, num_stages=tile.STAGES):
         token = number * KV_TILE + within
         if cache.BLOCK_SIZE > 0:
@@ -566,6 +630,19 @@ def attend_tiles(
                     scores, queries.position, token, reach, keys.kv_len, keys.prefix, range_first,
                     range_last, mask, mask.RSWA,
                 )  # fmt: skip
+        if FOLDS:
+            # Behind the wait for the scores, which waits for the products with values too.
+            if number == opens:
+                highest, sums = closed_state(state, queries, query, tile)
+                if tile.STORED:
+                    stored = opened(opens, run.begin, tile.UNIT)
+                    total = fold_into_slot(
+                        total, highest, sums, state, stored, scratch, cache.DECODE
+                    )
+                else:
+                    total = fold_states(total, highest, sums, state, cache.PLANES)
+                state = _reset(state, cache.PLANES)
+                opens = segment_start(segment_of(opens * tile.UNIT) + 1) // tile.UNIT
         m, weights, alpha = _weights_of(scores, state.m, queries.scale, query.SIMPLE, MASK)
         parts = weights
         if cache.INLINE:
