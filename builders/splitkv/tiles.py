@@ -272,8 +272,9 @@ def prefill_tile(shape: DenseShape, gpu: GpuFacts) -> PrefillTile:
 def segmented_tile(shape: DenseShape, gpu: GpuFacts, split: SplitTile) -> PrefillTile | str:
     """The portable prefill kernel's tile where its rows have the bits of the split-KV kernel's.
 
-    Both kernels multiply tiles of the same keys. Threads keep two states, of a segment and of those
-    before it, so tiles have fewer query rows than :func:`prefill_tile`'s.
+    Both kernels multiply tiles of the same keys. There are two states, of a segment and of those
+    before it. Where registers have no room for both, the second one waits in memory: outputs of
+    more than 128 columns, and outside Hopper, where queries are in registers too, of more than 64.
 
     Args:
         shape: the layer.
@@ -285,7 +286,11 @@ def segmented_tile(shape: DenseShape, gpu: GpuFacts, split: SplitTile) -> Prefil
     """
     if shape.width > 256:
         return f"head size {max(shape.head_size, shape.head_size_v)} is above 256"
+    is_hopper = gpu.kind is DeviceKind.SM90
     if shape.width > 128:
-        return PrefillTile(128, split.kv_tile, 8, 2, stores_totals=True)
-    # Two programs share a multiprocessor: one multiplies while the other begins a segment.
+        rows = 128 if is_hopper else 64
+        return PrefillTile(rows, split.kv_tile, 8, 2, stores_totals=True)
+    if shape.width > 64 and not is_hopper:
+        return PrefillTile(64, split.kv_tile, 4, 2, stores_totals=True)
+    # Two programs share a multiprocessor: one multiplies while the other computes weights.
     return PrefillTile(64, split.kv_tile, 4, 2 if gpu.shared_memory < LARGE_SHARED_MEMORY else 3)

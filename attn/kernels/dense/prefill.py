@@ -350,7 +350,6 @@ def _attend(query_tile, query, cache, mask, stripe, tile, segments, scratch):
         The tile's state, and the factor of its outputs, fp32.
     """
     KV_TILE: tl.constexpr = tile.KV_TILE
-    EDGES: tl.constexpr = mask.WINDOW or mask.CHUNK or mask.RSWA
     req = query_tile.req
     token = query_tile.number * tile.ROWS + query_tile.row
     wanted = token < query_tile.query_len
@@ -403,26 +402,16 @@ def _attend(query_tile, query, cache, mask, stripe, tile, segments, scratch):
             tl.full([tile.ROWS], float("-inf"), tl.float32), tl.zeros([tile.ROWS], tl.float32),
             tile.ROWS, cache.V_WIDTH,
         )  # fmt: skip
-        if EDGES or mask.RANGES:
-            if mask.RSWA:
-                prefix_tiles = tl.minimum(tl.cdiv(prefix, KV_TILE), high)
-                state, _ = _attend_run(
-                    state, state, queries, keys, Run(0, prefix_tiles, 0, 0), query, cache, mask, tile, scratch, True
-                )
-                low = tl.maximum(low, prefix_tiles)
-            edge = tl.minimum(full_low, high)
-            state, _ = _attend_run(
-                state, state, queries, keys, Run(low, edge, 0, 0), query, cache, mask, tile, scratch, True
-            )
-            low = tl.maximum(low, edge)
-        full = tl.minimum(full_high, high)
-        state, _ = _attend_run(
-            state, state, queries, keys, Run(low, full, 0, 0), query, cache, mask, tile, scratch, False
-        )
-        low = tl.maximum(low, full)
-        state, _ = _attend_run(
-            state, state, queries, keys, Run(low, high, 0, 0), query, cache, mask, tile, scratch, True
-        )
+        if mask.RSWA:
+            prefix_tiles = tl.minimum(tl.cdiv(prefix, KV_TILE), high)
+            run = Run(0, prefix_tiles, full_low=0, full_high=0)
+            state, _ = attend_tiles(
+                state, state, queries, keys, None, run, query, cache, mask, None, scratch, tile,
+                True, False,
+            )  # fmt: skip
+            low = tl.maximum(low, prefix_tiles)
+        run = Run(low, high, full_low=full_low, full_high=full_high)
+        state, _ = _attend_run(state, state, queries, keys, run, query, cache, mask, tile, scratch)
         m = state.m
         if query.SIMPLE:
             m = m * queries.scale
@@ -457,7 +446,8 @@ def _attend_groups(queries, keys, run, query, cache, mask, tile, segments, scrat
                 # Numbers that the loop over keys does not need are computed here.
                 slot = recomputed(tl.program_id(0), cache.DECODE)
                 if tile.STORED:
-                    total = fold_slots(total, slot, slot + tl.num_programs(0), group > first, scratch)
+                    own = slot + tl.num_programs(0)
+                    total = fold_slots(total, slot, own, group > first, scratch)
                 else:
                     before = load_planes(scratch, slot, group > first, tile.ROWS)
                     total = fold_states(before, total.m, total.l, total, cache.PLANES)
@@ -475,22 +465,9 @@ def _attend_groups(queries, keys, run, query, cache, mask, tile, segments, scrat
 @triton.jit
 def _attend_group(total, queries, keys, run, query, cache, mask, tile, scratch):
     """The state over a run of tiles within one segment group; ``total`` is the empty state."""
-    low = run.low
     sums = tl.zeros([tile.ROWS, tile.SUMS], tl.float32)
     state = empty_state(total.m, sums, tile.ROWS, cache.V_WIDTH)
-    if mask.WINDOW or mask.CHUNK or mask.RSWA or mask.RANGES:
-        edge = tl.minimum(run.full_low, run.high)
-        state, total = _attend_run(
-            state, total, queries, keys, Run(low, edge, 0, 0, run.low), query, cache, mask, tile, scratch, True
-        )
-        low = tl.maximum(low, edge)
-    full = tl.maximum(tl.minimum(run.full_high, run.high), low)
-    state, total = _attend_run(
-        state, total, queries, keys, Run(low, full, 0, 0, run.low), query, cache, mask, tile, scratch, False
-    )
-    state, total = _attend_run(
-        state, total, queries, keys, Run(full, run.high, 0, 0, run.low), query, cache, mask, tile, scratch, True
-    )
+    state, total = _attend_run(state, total, queries, keys, run, query, cache, mask, tile, scratch)
     highest, sums = closed_state(state, queries, query, tile)
     if tile.STORED:
         stored = opened(run.high, run.low, tile.UNIT) & (run.high > run.low)
@@ -501,13 +478,38 @@ def _attend_group(total, queries, keys, run, query, cache, mask, tile, scratch):
 
 
 @triton.jit
-def _attend_run(
-    state, total, queries, keys, run, query, cache, mask, tile, scratch, MASK: tl.constexpr
+def _attend_run(state, total, queries, keys, run, query, cache, mask, tile, scratch):
+    """The states over a run of tiles too, see :func:`attend_tiles`.
+
+    Tiles that every row sees whole are taken apart from those before and behind them: only the
+    others are masked.
+    """
+    low = run.low
+    if mask.WINDOW or mask.CHUNK or mask.RSWA or mask.RANGES:
+        edge = tl.minimum(run.full_low, run.high)
+        state, total = _attend_part(
+            state, total, queries, keys, low, edge, run, query, cache, mask, tile, scratch, True
+        )
+        low = tl.maximum(low, edge)
+    full = tl.maximum(tl.minimum(run.full_high, run.high), low)
+    state, total = _attend_part(
+        state, total, queries, keys, low, full, run, query, cache, mask, tile, scratch, False
+    )
+    return _attend_part(
+        state, total, queries, keys, full, run.high, run, query, cache, mask, tile, scratch, True
+    )
+
+
+@triton.jit
+def _attend_part(
+    state, total, queries, keys, low, high, run, query, cache, mask, tile, scratch,
+    MASK: tl.constexpr,
 ):  # fmt: skip
-    """The states over a run of tiles too, see :func:`attend_tiles`."""
+    """The states over the tiles ``[low, high)`` of a run too."""
+    part = Run(low, high, full_low=0, full_high=0, begin=run.low)
     return attend_tiles(
-        state, total, queries, keys, None, run, query, cache, mask, None, scratch, tile,
-        MASK, False,
+        state, total, queries, keys, None, part, query, cache, mask, None, scratch, tile, MASK,
+        False,
     )  # fmt: skip
 
 

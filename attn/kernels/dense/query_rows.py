@@ -343,11 +343,13 @@ def fold_slots(new, slot, new_slot, stored, scratch):
     for c0 in range(0, WIDTH, 32):
         cells = row[:, None] * WIDTH + (c0 + tl.arange(0, 32))[None, :]
         _, _, before = load_state(
-            scratch.states_ptr, scratch.sums_ptr, slot, row, cells, mine, mine[:, None], USED, WIDTH
-        )
+            scratch.states_ptr, scratch.sums_ptr, slot, row, cells, mine, mine[:, None], USED,
+            WIDTH,
+        )  # fmt: skip
         _, _, acc = load_state(
-            scratch.states_ptr, scratch.sums_ptr, new_slot, row, cells, mine, cells >= 0, USED, WIDTH
-        )
+            scratch.states_ptr, scratch.sums_ptr, new_slot, row, cells, mine, cells >= 0, USED,
+            WIDTH,
+        )  # fmt: skip
         _, _, after = fold(m, l, before, new.m, new.l, acc)
         at = tl.multiple_of(scratch.states_ptr + slot.to(tl.int64) * (USED * WIDTH), 16)
         tl.store(at + cells, after)

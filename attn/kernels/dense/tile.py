@@ -272,7 +272,7 @@ def fold_states(state, m, l, new, PLANES: tl.constexpr):
 
 @triton.jit
 def opened(number, begin, UNIT: tl.constexpr):
-    """Whether a segment begins at one of the tiles ``[begin, number)``, each UNIT positions long."""
+    """Whether a segment begins at one of the tiles ``[begin, number)`` of UNIT positions."""
     return segment_start(segment_of(number * UNIT - 1)) >= begin * UNIT
 
 
