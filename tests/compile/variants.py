@@ -342,7 +342,6 @@ VARIANTS: Final = (
     _only(_D, "verify 4 alibi planned", drafts=3, alibi=True, left_to_itself=True),
     _only(_D, "cross attention", attn_type=_CROSS, causal=False),
     _only(_D, "invariant", 90, batch_invariant=True),
-    _only(_P, "invariant", 90, batch_invariant=True),
     _only(_D, "64/8/512 invariant", heads=(64, 8, 512), batch_invariant=True),
     _only(
         _D, "verify 8 fp8 sinks window lse", drafts=7, cache=_FP8, sinks=True, window=128, lse=True
@@ -409,6 +408,26 @@ MLA_VARIANTS: Final = (
     _of_latents(Kernel.TOPK_TRANSFORM, "slots to the front", 80, speed=True, counts=True),
     _of_latents(Kernel.TOPK_TRANSFORM, "contexts", index_kind=IndexKind.RAGGED),
     _of_latents(Kernel.TOPK_TRANSFORM, "gathered", speed=True, index_kind=IndexKind.GATHERED),
+)
+
+_INVARIANT: Final[dict[str, Any]] = {"batch_invariant": True}
+
+INVARIANT_VARIANTS: Final = (
+    # Both kernels of a layer must make the same bits.
+    *_attending("32/8/128", 90, speed=True, **_INVARIANT),
+    *_attending("64/8/64", speed=True, heads=(64, 8, 64), **_INVARIANT),
+    *_attending("16/8/256", 90, speed=True, heads=(16, 8, 256), **_INVARIANT),
+    _only(_D, "cap sinks", 90, soft_cap=30.0, sinks=True, **_INVARIANT),
+    _only(_P, "cap sinks", 90, soft_cap=30.0, sinks=True, **_INVARIANT),
+    *_attending("alibi", alibi=True, **_INVARIANT),
+    *_attending("window 1024", window=1024, **_INVARIANT),
+    _only(_P, "16/8/192", heads=(16, 8, 192), **_INVARIANT),
+    _only(_P, "8/1/128 fp16", heads=(8, 1, 128), dtype=DType.FLOAT16, **_INVARIANT),
+    _only(
+        _P, "16/8/256 soft cap window", heads=(16, 8, 256), soft_cap=30.0, window=128, **_INVARIANT
+    ),
+    _only(_P, "64/8/64 window sinks", heads=(64, 8, 64), window=128, sinks=True, **_INVARIANT),
+    _only(_D, "verify 4", drafts=3, **_INVARIANT),
 )
 
 _H, _HD, _HL = Kernel.HOPPER_PREFILL, Kernel.HOPPER_DECODE, Kernel.HOPPER_MLA
