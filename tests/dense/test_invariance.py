@@ -79,9 +79,10 @@ def test_other_requests_of_the_step_change_no_bit() -> None:
     assert differing(prompt.rows(69, 70, ((1, 1200), (4, 600))), part(whole, 69, 70)) == 0
 
 
-def test_a_prompts_programs_share_few_slots() -> None:
+@pytest.mark.parametrize("layer", ["causal", "stored", "stored behind a window"])
+def test_a_prompts_programs_share_few_slots(layer: str) -> None:
     """Fewer programs than tiles: each takes several, and reads no state of the tile before."""
-    prompt = Prompt(SMALL, CPU)
+    prompt = Prompt(replace(LAYERS[layer], queries=70), CPU)
     whole = prompt.rows(0, 70)
     planner: SplitPlanner = prompt.builder.planner
     planner.prefill_programs = 1
@@ -130,6 +131,16 @@ def test_every_mask_and_bias_is_right(feature: str, monkeypatch: pytest.MonkeyPa
 
 
 # -- Seeded faults: each makes bits differ.
+
+
+def test_stored_outputs_that_nobody_folds_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last segment of a segment group finds nothing in memory."""
+    prompt = Prompt(LAYERS["stored"], CPU)
+    last = prompt.setup.queries
+    decodes = prompt.in_chunks(1, last - 2)
+    assert differing(decodes, part(prompt.rows(0, last), last - 2, last)) == 0
+    monkeypatch.setattr(prefill_module, "opened", lambda number, begin, unit: number < 0)
+    assert differing(decodes, part(prompt.rows(0, last), last - 2, last)) > 0
 
 
 def test_segments_of_another_length_differ(monkeypatch: pytest.MonkeyPatch) -> None:
