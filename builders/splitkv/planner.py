@@ -94,8 +94,9 @@ class PlannerOptions:
 
 
 NO_OPTIONS = PlannerOptions()
-PREFILL_PROGRAMS = 4
-"""Programs of the prefill kernel on each multiprocessor where each has a slot for a state."""
+PREFILL_WARPS = 16
+"""Warps of the prefill kernel's programs on each multiprocessor where each has a slot: twice as
+many as run at a time, so that long programs do not end alone."""
 
 
 class SplitPlanner:
@@ -174,7 +175,8 @@ class SplitPlanner:
         self.prefill_programs = 0
         stores = self.prefill.stores_totals
         if self.is_segmented and (stores or self.segment_groups > 1):
-            self.prefill_programs = PREFILL_PROGRAMS * gpu.num_multiprocessors
+            programs = PREFILL_WARPS // self.prefill.num_warps
+            self.prefill_programs = programs * gpu.num_multiprocessors
         self._declare(buffers, shape.head_size_v, latent is not None)
         self.buffers = buffers
         self._compiled_for: set[bool] = set()
