@@ -275,8 +275,9 @@ class SegmentedKeys:
     sums_apart: int
     """:attr:`SplitTile.sums_apart` of the split-KV kernel's tile."""
     states: torch.Tensor
-    """fp32 scratch: the output of each program's query rows over whole segment groups; empty where
-    every request has one segment group."""
+    """fp32 scratch: outputs of each program's query rows over whole segment groups, and behind them
+    those over segments of one group if :attr:`PrefillTile.stores_totals`; empty where nothing
+    needs it."""
     sums: torch.Tensor
     """fp32 scratch: two numbers for each query row of a state, its maximum and its sum."""
 

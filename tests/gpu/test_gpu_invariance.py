@@ -22,6 +22,9 @@ LAYERS = {
     "fp16": replace(GQA, heads=(8, 1, 128), dtype=DType.FLOAT16),
     # A verify of 16 heads has 64 rows, whose products are by warp group on Hopper.
     "tall": replace(GQA, heads=(16, 1, 128)),
+    "192": replace(GQA, heads=(16, 8, 192)),
+    "256 window and cap": replace(GQA, heads=(16, 8, 256), window=1000, soft_cap=30.0),
+    "256 groups": replace(GQA, heads=(16, 8, 256), keys=30000),
     "window": replace(GQA, window=1000),
     "narrow window and sinks": replace(GQA, heads=(32, 8, 64), window=100, sinks=True),
     "chunk": replace(GQA, chunk=4096),

@@ -130,6 +130,8 @@ class Tile(NamedTuple):
     """int, positions of :mod:`builders.splitkv.segments` that a tile of keys of the prefill kernel
     spans, where its states are folded segment by segment (batch invariance); 0 where keys are one
     run."""
+    PER_GROUP: tl.constexpr = 0
+    """int, segments of a segment group; 0 where every request has one group. Read with UNIT."""
     STORED: tl.constexpr = False
     """bool, whether outputs over the segments before wait in the program's second slot (with UNIT):
     registers have no room for two states of wide heads."""

@@ -6,8 +6,9 @@ kernel reads the number of the step's tiles from the device, because a captured 
 same grid for every batch.
 
 With batch invariance a row has the bits that the split-KV kernel gives it. The kernel then walks
-the keys segment by segment, over the tiles of keys of that kernel and with sums in its order. Each
-segment's state starts empty, and states are folded as there. Nothing is cut between programs.
+that kernel's tiles of keys, with sums in its order. Where a tile begins a segment, the state of the
+segment before it is folded into the one of earlier segments, as there, and the next one starts
+empty. Nothing is cut between programs.
 """
 
 from __future__ import annotations
@@ -67,13 +68,6 @@ class _Schedule(NamedTuple):
     """int, query heads."""
     REQ_STEPS: tl.constexpr
     """int, steps in which a binary search finds a request."""
-
-
-class _Segments(NamedTuple):
-    """How the split-KV kernel cuts keys, which this kernel then follows."""
-
-    PER_GROUP: tl.constexpr
-    """int, segments of a segment group; 0 where every request has one group."""
 
 
 class _QueryTile(NamedTuple):
@@ -232,9 +226,12 @@ def prefill_kernel(
     position; without it the last query of a request has the position of its last key. REST is the
     number of key columns beyond K_WIDTH.
 
-    With SEGMENT_UNIT, keys are cut as the split-KV kernel cuts them, see :class:`_Segments`. Each
-    program then has a slot in states ``[programs, QUERY_TILE, PLANES * V_WIDTH]`` fp32 and sums
-    ``[programs, 2, QUERY_TILE]`` fp32, where SEGMENTS_PER_GROUP is not 0.
+    With SEGMENT_UNIT, keys are cut as the split-KV kernel cuts them. A tile of keys then spans so
+    many positions of :mod:`builders.splitkv.segments`, and a segment group has SEGMENTS_PER_GROUP
+    segments; 0 says that every request has one segment group. A slot is a row of states ``[slots,
+    QUERY_TILE, PLANES * V_WIDTH]`` and of sums ``[slots, 2, QUERY_TILE]``, both fp32. Every program
+    has the slot of its number, for whole segment groups. With TOTALS_STORED it has another,
+    behind those of all programs, for the segments of one group.
     """
     _attend_all(
         _Schedule(
@@ -272,9 +269,8 @@ def prefill_kernel(
         Tile(
             GROUP=GROUP, TILE_HEADS=1, HEAD_TILES=GROUP, ROWS=QUERY_TILE, KV_TILE=KV_TILE,
             COMPUTE=COMPUTE, STAGES=STAGES, REST=REST, SUMS=SUMS,
-            UNIT=SEGMENT_UNIT, STORED=TOTALS_STORED,
+            UNIT=SEGMENT_UNIT, PER_GROUP=SEGMENTS_PER_GROUP, STORED=TOTALS_STORED,
         ),
-        _Segments(PER_GROUP=SEGMENTS_PER_GROUP),
         Scratch(
             states_ptr=states_ptr, sums_ptr=sums_ptr, USED=QUERY_TILE, WIDTH=V_WIDTH, PLANES=PLANES,
         ),
@@ -282,13 +278,13 @@ def prefill_kernel(
 
 
 @triton.jit
-def _attend_all(schedule, query, cache, mask, stripe, out, tile, segments, scratch):
+def _attend_all(schedule, query, cache, mask, stripe, out, tile, scratch):
     """Attention of the step's tiles of queries, of which each program takes some."""
     num_tiles = tl.load(schedule.tile_starts_ptr + schedule.num_reqs)
     row = tl.arange(0, tile.ROWS)
     for work in range(tl.program_id(0), num_tiles * schedule.HEADS, tl.num_programs(0)):
         query_tile = _load_tile(work, num_tiles, row, schedule, cache)
-        state, v_factor = _attend(query_tile, query, cache, mask, stripe, tile, segments, scratch)
+        state, v_factor = _attend(query_tile, query, cache, mask, stripe, tile, scratch)
         _write(query_tile, state, v_factor, cache, out, tile)
 
 
@@ -343,7 +339,7 @@ def _load_queries(offset, wanted, heads, position, kv_head, query, cache, tile):
 
 
 @triton.jit
-def _attend(query_tile, query, cache, mask, stripe, tile, segments, scratch):
+def _attend(query_tile, query, cache, mask, stripe, tile, scratch):
     """Attention of one tile of queries.
 
     Returns:
@@ -396,7 +392,7 @@ def _attend(query_tile, query, cache, mask, stripe, tile, segments, scratch):
         if mask.RSWA:
             low = tl.where(prefix > 0, 0, low)
         run = Run(low, high, full_low=full_low, full_high=full_high)
-        state = _attend_groups(queries, keys, run, query, cache, mask, tile, segments, scratch)
+        state = _attend_groups(queries, keys, run, query, cache, mask, tile, scratch)
     else:
         state = empty_state(
             tl.full([tile.ROWS], float("-inf"), tl.float32), tl.zeros([tile.ROWS], tl.float32),
@@ -420,7 +416,7 @@ def _attend(query_tile, query, cache, mask, stripe, tile, segments, scratch):
 
 
 @triton.jit
-def _attend_groups(queries, keys, run, query, cache, mask, tile, segments, scratch):
+def _attend_groups(queries, keys, run, query, cache, mask, tile, scratch):
     """The state over a run of tiles, folded as the split-KV kernel folds it.
 
     The states of the segments of a segment group are folded in registers. Registers have no room
@@ -430,16 +426,16 @@ def _attend_groups(queries, keys, run, query, cache, mask, tile, segments, scrat
     total = empty_state(top, tl.zeros([tile.ROWS], tl.float32), tile.ROWS, cache.V_WIDTH)
     # Where outputs over the segments of one segment group are, if they are not in registers.
     slot = tl.program_id(0) + tl.num_programs(0)
-    if segments.PER_GROUP == 0:
+    if tile.PER_GROUP == 0:
         total = _attend_group(total, queries, keys, run, query, cache, mask, tile, scratch)
     else:
-        first = segment_of(run.low * tile.UNIT) // segments.PER_GROUP
-        past = segment_of(tl.maximum(run.high - 1, 0) * tile.UNIT) // segments.PER_GROUP + 1
+        first = segment_of(run.low * tile.UNIT) // tile.PER_GROUP
+        past = segment_of(tl.maximum(run.high - 1, 0) * tile.UNIT) // tile.PER_GROUP + 1
         past = tl.where(run.high > run.low, past, first)
         for group in range(first, past):
             empty = empty_state(top, tl.zeros([tile.ROWS], tl.float32), tile.ROWS, cache.V_WIDTH)
-            low = tl.maximum(segment_start(group * segments.PER_GROUP) // tile.UNIT, run.low)
-            high = segment_start((group + 1) * segments.PER_GROUP) // tile.UNIT
+            low = tl.maximum(segment_start(group * tile.PER_GROUP) // tile.UNIT, run.low)
+            high = segment_start((group + 1) * tile.PER_GROUP) // tile.UNIT
             part = Run(low, tl.minimum(high, run.high), run.full_low, run.full_high)
             total = _attend_group(empty, queries, keys, part, query, cache, mask, tile, scratch)
             if first + 1 < past:

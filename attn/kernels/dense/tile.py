@@ -492,11 +492,14 @@ def attend_tiles(
     over their columns when the state closes. In tiles with SUMS they are ``[ROWS, SUMS]``, also
     without SEGMENTED.
 
+    In tiles with UNIT, without SEGMENTED, a state is closed by the tile that begins the next
+    segment, and is folded into ``total``. The last state is left for the caller to fold.
+
     If the query is SIMPLE, the maxima of ``state`` are those of the unscaled scores.
 
     Args:
         state: a ``State``, over the keys before the run; with SEGMENTED the empty one.
-        total: a ``State`` over closed segments.
+        total: a ``State`` over closed segments; read with SEGMENTED and in tiles with UNIT.
         queries: the ``Queries`` of the tile.
         keys: the ``Keys`` of the request.
         slots: ``Slots`` for segments; read with SEGMENTED.
@@ -505,7 +508,8 @@ def attend_tiles(
         cache: the ``Cache``.
         mask: the ``Mask``.
         plan: the ``Plan``; read with SEGMENTED.
-        scratch: the ``Scratch`` that closed states are stored in; read with SEGMENTED.
+        scratch: the ``Scratch`` that closed states are stored in; read with SEGMENTED and in tiles
+            with STORED.
         tile: the ``Tile``.
         MASK: False if every row sees every key of the run. With MASK, every row still sees all keys
             of the tiles from ``run.full_low`` to ``run.full_high``.
