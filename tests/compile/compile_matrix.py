@@ -75,7 +75,7 @@ SETS: Final = {
         RESULTS / "compile_invariant.md",
         INVARIANT_VARIANTS,
         ("3.6.0", "3.7.1", "3.9.0"),
-        (80, 86, 90, 120),
+        (90,),
     ),
     "hopper": Set(
         "TRITON_ATTN on Hopper, in Gluon",
