@@ -57,6 +57,7 @@ def kernels_of(builder: Any, spec: Any, **settings: Any) -> dict[str, str]:
 
 PORTABLE = Kernels.own(PrefillKernel.TRITON, DecodeKernel.TRITON)
 MIXED = Kernels.own(PrefillKernel.TRITON, DecodeKernel.HOPPER)
+DECODES_ON_HOPPER = Kernels.own(PrefillKernel.AUTO, DecodeKernel.HOPPER)
 
 
 @pytest.mark.usefixtures("on_hopper")
@@ -66,9 +67,11 @@ MIXED = Kernels.own(PrefillKernel.TRITON, DecodeKernel.HOPPER)
         (FULL, {}, BOTH),
         (FULL, {"kernels": PORTABLE}, NEITHER),
         (FULL, {"kernels": MIXED}, {"decode": "hopper", "prefill": "triton"}),
-        # With batch invariance the split-KV kernel takes every row.
+        # With batch invariance both phases have the portable kernels' bits.
         (FULL, {"batch_invariant": True}, NEITHER),
-        (FULL.replace(head_size=256), {"batch_invariant": True}, BOTH),
+        (FULL.replace(head_size=256), {"batch_invariant": True}, NEITHER),
+        # The Hopper split-KV kernel takes every row then.
+        (FULL, {"batch_invariant": True, "kernels": DECODES_ON_HOPPER}, BOTH),
         (ENCODER, {}, {"prefill": "hopper"}),
     ],
 )

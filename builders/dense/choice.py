@@ -14,17 +14,32 @@ from builders.splitkv.tiles import (
     DenseShape,
     HopperDecodeTile,
     HopperTile,
+    PrefillTile,
     SplitTile,
     registers_per_thread,
+    segmented_tile,
 )
 from specs.base import cdiv, power_of_two
-from specs.devices import DeviceKind
+from specs.devices import DeviceKind, GpuFacts
 from specs.dtypes import CacheDType, DType, KVQuantMode
 from specs.engine import DecodeKernel, PrefillKernel
 
 HOPPER_RING = 128 * 1024
 """Bytes of keys and values that a program of the Hopper split-KV kernel has under way. With half as
 many again, 24 MB by all programs, decodes at head size 128 took 1 to 3 % longer."""
+
+ONE_PRODUCT = (
+    DeviceKind.CPU,
+    DeviceKind.SM80,
+    DeviceKind.SM89,
+    DeviceKind.SM90,
+    DeviceKind.SM120,
+)
+"""Kinds of devices whose 16-bit products have the same bits in tiles of any number of query rows.
+
+Measured on Hopper (docs/notebook/invariance.md). Kinds 8.0, 8.9 and 12.0 have one instruction for
+tiles of every size. A CPU's kernels are those of Triton's interpreter; tests make its products so.
+"""
 
 DENSE_OPTION = "kernels.dense.prefill"
 """The engine's setting that chooses the prefill kernel of dense layers."""
@@ -43,8 +58,8 @@ class LayerRequirements:
     """
 
     batch_invariant: bool = False
-    """The result has the same bits however a prompt is cut into chunks; dense layers then give
-    every request to the split-KV kernel."""
+    """The result has the same bits however a prompt is cut into chunks; prompts of dense layers
+    then have the bits of the split-KV kernel, see :func:`segmented_prefill_of`."""
     is_local: bool = False
     """Queries see a window or a chunk only."""
     dcp: bool = False
@@ -163,7 +178,7 @@ def hopper_tile(
             )
         extra = 64
     if asks.batch_invariant:
-        return "batch invariance, for which every row goes to the split-KV kernel"
+        return "batch invariance, for which every row has the bits of the split-KV kernel"
     refused = refusal_of(asks)
     if refused is not None:
         return refused
@@ -188,6 +203,45 @@ def hopper_tile(
     if shape.width <= 128:
         return HopperTile(packed, 2, 128, 128, min(run, 128), 2, 2, 240)
     return HopperTile(packed, 2, 64, 256, min(run, 64), 1, 2, 224)
+
+
+def segmented_prefill_of(
+    shape: DenseShape,
+    gpu: GpuFacts,
+    split: SplitTile,
+    asks: LayerRequirements,
+    wanted: DecodeKernel,
+) -> PrefillTile | str:
+    """The prefill kernel's tile in a batch-invariant engine, or why every row is a decode's.
+
+    A request has the same bits however its prompt is cut into chunks. So a kernel of large tiles of
+    queries may take long queries only where its products round as those of the split-KV kernel's
+    small tiles do. docs/notebook/invariance.md says on which GPUs that is known.
+
+    Args:
+        shape: the layer.
+        gpu: the GPU that runs the layer.
+        split: the portable split-KV kernel's tile.
+        asks: the layer's other requirements, as far as they are known.
+        wanted: the engine's setting ``kernels.dense.decode``.
+    """
+    if wanted is DecodeKernel.HOPPER:
+        return "kernels.dense.decode is 'hopper', whose bits no prefill kernel has"
+    if gpu.kind not in ONE_PRODUCT:
+        return (
+            f"on {gpu.kind.value} products of small and of large tiles may round in another order"
+        )
+    if shape.itemsize != 2:
+        return f"the model's elements have {shape.itemsize} bytes, not 2"
+    if shape.stored_bits != 16:
+        # Their split-KV tiles have 128 keys, and threads of a large tile no room for so many.
+        return f"the cache's elements have {shape.stored_bits} bits, not 16"
+    if asks.query is not None and asks.cache_dtype is not None:
+        # Products of two types would be in fp32, in sums of parts that depend on the tile.
+        stored = asks.cache_dtype.element(asks.query)
+        if stored is not asks.query:
+            return f"the cache's elements are {stored}, the model's {asks.query}"
+    return segmented_tile(shape, gpu, split)
 
 
 def decode_kernel_of(
@@ -228,10 +282,10 @@ def _measured_slower(shape: DenseShape, tile: SplitTile, asks: LayerRequirements
 
     None for layers where it was faster. docs/notebook/decode.md has the times of both kernels.
     """
-    is_wide = shape.head_size == 256 and shape.stored_bits == 16
-    if asks.batch_invariant and (asks.is_local or not is_wide):
-        # With batch invariance a tile has room for 16 tokens, of which a decode uses one, and this
-        # kernel also takes prompts.
+    if asks.batch_invariant:
+        # A tile then has room for 16 tokens, of which a decode uses one, and this kernel also takes
+        # prompts. Where it measured faster than the portable kernel in that mode, prompts now have
+        # a kernel of their own, see segmented_prefill_of.
         return f"batch invariance and tiles of {tile.rows} rows"
     used = tile.tile_heads * tile.query_tokens
     if shape.head_size == 64 and used <= 32:

@@ -25,6 +25,7 @@ from builders.dense.choice import (
     decode_kernel_of,
     hopper_tile,
     prefill_kernel_of,
+    segmented_prefill_of,
 )
 from builders.dense.dequantised import LEAST_ROWS, PAGE, DequantisedPages
 from builders.dense.record import SharedPrefix, TritonAttentionMetadata
@@ -42,6 +43,7 @@ from builders.splitkv.tiles import (
     DenseShape,
     HopperDecodeTile,
     HopperTile,
+    split_tile,
 )
 from specs.attention import AttentionCGSupport
 from specs.base import cdiv
@@ -122,13 +124,13 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
 
     @property
     def phase_kernels(self) -> dict[str, str]:
-        """See the base class; with batch invariance the decode kernel takes prefills too."""
+        """See the base class; with batch invariance the decode kernel may take prefills too."""
         decode = "triton" if self.planner.hopper_decode is None else "hopper"
         prefill = "triton" if self.planner.hopper is None else "hopper"
         if self.is_encoder:
             return {"prefill": prefill}
-        invariant = self.vllm_config.batch_invariant
-        return {"decode": decode, "prefill": decode if invariant else prefill}
+        takes_prefills = self.vllm_config.batch_invariant and not self.planner.is_segmented
+        return {"decode": decode, "prefill": decode if takes_prefills else prefill}
 
     @classmethod
     def for_free_partition(
@@ -148,17 +150,26 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         return builder
 
     def _new_planner(self, buffers: GraphBuffers, depends_on_batch: bool = False) -> SplitPlanner:
-        config = self.vllm_config
+        config, segmented = self.vllm_config, None
+        tokens = config.max_decode_query_len
+        if config.batch_invariant and not self.is_encoder and not depends_on_batch:
+            split = split_tile(self.shape, self.gpu, tokens, self._limits.window)
+            wanted = config.kernels.dense.decode
+            found = segmented_prefill_of(self.shape, self.gpu, split, self._asks(), wanted)
+            segmented = None if isinstance(found, str) else found
+        hopper_decode = None
+        if segmented is None and not depends_on_batch:
+            hopper_decode = self._hopper_decode_tile()
         options = PlannerOptions(
-            every_row=config.batch_invariant and not self.is_encoder,
+            every_row=config.batch_invariant and not self.is_encoder and segmented is None,
+            segmented=segmented,
             depends_on_batch=depends_on_batch,
             takes_rows=not self.is_encoder,
             hopper=self._hopper_tile(),
             requires_hopper=config.kernels.dense.prefill is PrefillKernel.HOPPER,
-            hopper_decode=None if depends_on_batch else self._hopper_decode_tile(),
+            hopper_decode=hopper_decode,
             requires_hopper_decode=config.kernels.dense.decode is DecodeKernel.HOPPER,
         )
-        tokens = config.max_decode_query_len
         return SplitPlanner(self.shape, self.gpu, self._limits, tokens, buffers, options)
 
     def _asks(self) -> LayerRequirements:

@@ -28,6 +28,7 @@ from builders.splitkv.record import (
     SHARE_FIELDS,
     HopperPlan,
     PrefillPlan,
+    SegmentedKeys,
     SplitLimits,
     SplitPlan,
     VisibleKeys,
@@ -47,6 +48,7 @@ from builders.splitkv.tiles import (
     DenseShape,
     HopperDecodeTile,
     HopperTile,
+    PrefillTile,
     SplitTile,
     prefill_tile,
     split_tile,
@@ -70,6 +72,9 @@ class PlannerOptions:
 
     every_row: bool = False
     """Every request has work items, whatever its query length (batch invariance)."""
+    segmented: PrefillTile | None = None
+    """Tile of a prefill kernel whose rows have the split-KV kernel's bits (batch invariance); None
+    where the prefill kernel may round in another order."""
     depends_on_batch: bool = False
     """Work items are cut between any two tiles, see :class:`SplitPlan`."""
     takes_rows: bool = True
@@ -89,6 +94,9 @@ class PlannerOptions:
 
 
 NO_OPTIONS = PlannerOptions()
+PREFILL_WARPS = 16
+"""Warps of the prefill kernel's programs on each multiprocessor where each has a slot: twice as
+many as run at a time, so that long programs do not end alone."""
 
 
 class SplitPlanner:
@@ -129,7 +137,8 @@ class SplitPlanner:
         # The plan kernel and the attention kernels may start before the kernels before them have
         # ended (programmatic dependent launch, Hopper); they wait by themselves.
         self.starts_ahead = gpu.kind is DeviceKind.SM90 and not interprets()
-        self.prefill = prefill_tile(shape, gpu)
+        self.prefill = options.segmented or prefill_tile(shape, gpu)
+        self.is_segmented = options.segmented is not None
         self.hopper = options.hopper
         self.requires_hopper = options.requires_hopper
         self.limits = limits
@@ -163,6 +172,11 @@ class SplitPlanner:
         else:
             moved = None if options.every_row else self.short_query
             self.slots = most_slots(limits, tile, moved, self.segment_group)
+        self.prefill_programs = 0
+        stores = self.prefill.stores_totals
+        if self.is_segmented and (stores or self.segment_groups > 1):
+            programs = PREFILL_WARPS // self.prefill.num_warps
+            self.prefill_programs = programs * gpu.num_multiprocessors
         self._declare(buffers, shape.head_size_v, latent is not None)
         self.buffers = buffers
         self._compiled_for: set[bool] = set()
@@ -193,11 +207,16 @@ class SplitPlanner:
         buffers.declare("counters", (launched * (1 + self.head_loops),), int32)
         buffers.declare("states", (states * width,), fp32)
         buffers.declare("sums", (states * 2,), fp32)
+        rows = self.prefill_programs * self.prefill.query_tile
+        slots = 2 if self.prefill.stores_totals else 1
+        buffers.declare("prefill_states", (slots * rows * width,), fp32)
+        buffers.declare("prefill_sums", (rows * 2,), fp32)
 
     @property
     def scratch_bytes(self) -> int:
         """Bytes of the scratch for states."""
-        return 4 * (self.buffers["states"].numel() + self.buffers["sums"].numel())
+        names = ("states", "sums", "prefill_states", "prefill_sums")
+        return 4 * sum(self.buffers[name].numel() for name in names)
 
     @cached_property
     def plan_sizes(self) -> tuple[int, ...]:
@@ -423,6 +442,7 @@ class SplitPlanner:
             hopper=self.hopper_decode,
             requires_hopper=self.requires_hopper_decode,
             depends_on_batch=self.depends_on_batch,
+            sums_apart=self.tile.sums_apart if self.is_segmented else 0,
             waits=self.starts_ahead,
         )
 
@@ -437,7 +457,14 @@ class SplitPlanner:
         programs = min(tiles * self.num_heads, most_programs)
         if programs == 0:
             return None
-        view, hopper = self.buffers.view, None
+        view, hopper, segmented = self.buffers.view, None, None
+        if self.is_segmented:
+            group = self.segment_group if self.segment_groups > 1 else 0
+            states, sums = self.buffers["prefill_states"], self.buffers["prefill_sums"]
+            unit, apart = self.tile.segment_unit, self.tile.sums_apart
+            segmented = SegmentedKeys(unit, group, apart, states, sums)
+            if self.prefill_programs:
+                programs = min(programs, self.prefill_programs)
         if self.hopper is not None:
             starts = view("hopper_starts", num_reqs + 1)
             hopper = HopperPlan(
@@ -448,7 +475,8 @@ class SplitPlanner:
                 self.num_multiprocessors,
                 self.requires_hopper,
             )
-        return PrefillPlan(self.prefill, view("tile_starts", num_reqs + 1), programs, hopper)
+        starts = view("tile_starts", num_reqs + 1)
+        return PrefillPlan(self.prefill, starts, programs, hopper, segmented)
 
     def own_prefill(self, plan: PrefillPlan, num_reqs: int) -> PrefillPlan:
         """A plan for the prefill kernel like ``plan``, in this planner's buffers.

@@ -172,6 +172,9 @@ class SplitPlan:
 
     Some Hopper kernels need this, see :class:`builders.splitkv.tiles.HopperDecodeTile`; benchmarks
     set it to measure what batch invariance costs."""
+    sums_apart: int = 0
+    """Columns whose sums of weights are kept apart, where the prefill kernel gives rows of the same
+    requests the same bits (batch invariance); else 0. See :attr:`SplitTile.sums_apart`."""
     waits: bool = False
     """The kernel may start while the kernel before it still runs, and itself waits for its end."""
 
@@ -188,6 +191,7 @@ class SplitPlan:
             self.slots,
             self.segment_groups,
             self.depends_on_batch,
+            self.sums_apart,
             self.waits,
         )
 
@@ -261,6 +265,24 @@ class HopperPlan:
 
 
 @dataclass(frozen=True)
+class SegmentedKeys:
+    """How the prefill kernel cuts keys so that its rows have the split-KV kernel's bits."""
+
+    segment_unit: int
+    """Positions of :mod:`builders.splitkv.segments` that a tile of keys spans."""
+    segment_group: int
+    """Segments of a segment group; 0 where every request has one segment group."""
+    sums_apart: int
+    """:attr:`SplitTile.sums_apart` of the split-KV kernel's tile."""
+    states: torch.Tensor
+    """fp32 scratch: outputs of each program's query rows over whole segment groups, and behind them
+    those over segments of one group if :attr:`PrefillTile.stores_totals`; empty where nothing
+    needs it."""
+    sums: torch.Tensor
+    """fp32 scratch: two numbers for each query row of a state, its maximum and its sum."""
+
+
+@dataclass(frozen=True)
 class PrefillPlan:
     """The step's plan for the prefill kernel."""
 
@@ -275,6 +297,18 @@ class PrefillPlan:
 
     Both plans are there because only a launcher knows which layers the Hopper kernel serves: the
     builder does not see a layer's ALiBi or the type of its output. One launch makes both plans."""
+    segmented: SegmentedKeys | None = None
+    """How keys are cut with batch invariance; None where they are one run.
+
+    The kernel's states then have slots for ``programs`` programs."""
+
+    @property
+    def static(self) -> tuple[Any, ...]:
+        """Everything of the plan that the portable kernel is compiled for."""
+        cuts = self.segmented
+        if cuts is None:
+            return (self.tile,)
+        return self.tile, cuts.segment_unit, cuts.segment_group, cuts.sums_apart
 
 
 def longest_short_query(num_kv_heads: int, tile: SplitTile, max_query_len: int) -> int:

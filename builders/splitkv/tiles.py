@@ -83,6 +83,16 @@ class SplitTile:
         """
         return self.kv_tile // self.segment_scale
 
+    @property
+    def sums_apart(self) -> int:
+        """Columns of a tile whose sums of weights are kept apart until a segment ends.
+
+        Warps of this tile share the keys out, eight neighbouring ones to a warp. A thread then adds
+        columns of its own alone, and so does a thread of the prefill kernel, whose warps share the
+        rows out.
+        """
+        return min(8 * self.num_warps, self.kv_tile)
+
 
 @dataclass(frozen=True)
 class PrefillTile:
@@ -100,6 +110,9 @@ class PrefillTile:
 
     The kernel then loads and multiplies the last 64 columns of the keys apart, instead of padding
     keys to 256 columns. 0 means that it pads them."""
+
+    stores_totals: bool = False
+    """Outputs over earlier segments wait in memory and not in registers (batch invariance)."""
 
     @property
     def for_pair(self) -> PrefillTile:
@@ -254,3 +267,30 @@ def prefill_tile(shape: DenseShape, gpu: GpuFacts) -> PrefillTile:
         pair = 3 if gpu.kind is DeviceKind.SM90 else 0
         return PrefillTile(64, 32, 4, 2) if small else PrefillTile(128, 64, 8, 2, pair)
     return PrefillTile(32, 16, 4, 2) if small else PrefillTile(64, 32, 8, 2)
+
+
+def segmented_tile(shape: DenseShape, gpu: GpuFacts, split: SplitTile) -> PrefillTile | str:
+    """The portable prefill kernel's tile where its rows have the bits of the split-KV kernel's.
+
+    Both kernels multiply tiles of the same keys. There are two states, of a segment and of those
+    before it. Where registers have no room for both, the second one waits in memory: outputs of
+    more than 128 columns, and outside Hopper, where queries are in registers too, of more than 64.
+
+    Args:
+        shape: the layer.
+        gpu: the GPU that runs the layer.
+        split: the split-KV kernel's tile.
+
+    Returns:
+        The tile, or why there is none.
+    """
+    if shape.width > 256:
+        return f"head size {max(shape.head_size, shape.head_size_v)} is above 256"
+    is_hopper = gpu.kind is DeviceKind.SM90
+    if shape.width > 128:
+        rows = 128 if is_hopper else 64
+        return PrefillTile(rows, split.kv_tile, 8, 2, stores_totals=True)
+    if shape.width > 64 and not is_hopper:
+        return PrefillTile(64, split.kv_tile, 4, 2, stores_totals=True)
+    # Two programs share a multiprocessor: one multiplies while the other computes weights.
+    return PrefillTile(64, split.kv_tile, 4, 2 if gpu.shared_memory < LARGE_SHARED_MEMORY else 3)

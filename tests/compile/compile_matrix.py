@@ -30,6 +30,7 @@ from builders.sparse.hopper_tiles import MOST_NARROW_HEADS
 from tests.compile.variants import (
     DEVICES,
     HOPPER_VARIANTS,
+    INVARIANT_VARIANTS,
     MLA_VARIANTS,
     TARGETS,
     VARIANTS,
@@ -37,7 +38,7 @@ from tests.compile.variants import (
     Variant,
     call_of,
 )
-from tests.tools.sass import overwritten_operands, undefined_reads
+from tests.tools.sass import merged_exponents, overwritten_operands, undefined_reads
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 RESULTS: Final = ROOT / "docs/benchmarks"
@@ -68,6 +69,13 @@ SETS: Final = {
         MLA_VARIANTS,
         ("3.6.0", "3.7.1", "3.9.0"),
         tuple(TARGETS),
+    ),
+    "invariant": Set(
+        "TRITON_ATTN with batch invariance",
+        RESULTS / "compile_invariant.md",
+        INVARIANT_VARIANTS,
+        ("3.6.0", "3.7.1", "3.9.0"),
+        (90,),
     ),
     "hopper": Set(
         "TRITON_ATTN on Hopper, in Gluon",
@@ -110,6 +118,9 @@ class Facts:
     """Reads of uniform registers that some path never wrote; counted for Gluon kernels."""
     overwritten: int = 0
     """Writes to registers that a product of a warp group may still read."""
+    merged_exponents: int = 0
+    """Exponents made of a product and a sum that are rounded once; counted with batch
+    invariance."""
     idle_barriers: int = 0
     """Barriers that are made but not used: the compiler gives their place to other data."""
     packed_additions: int = 0
@@ -147,6 +158,8 @@ def misses_of(variant: Variant, target: int, facts: Facts) -> list[str]:
         misses.append(f"{facts.undefined} reads of registers that a path never wrote")
     if facts.overwritten:
         misses.append(f"{facts.overwritten} writes to operands of products under way")
+    if facts.merged_exponents:
+        misses.append(f"{facts.merged_exponents} exponents that another kernel may round twice")
     if facts.idle_barriers:
         misses.append(f"{facts.idle_barriers} barriers that nobody waits for")
     if facts.packed_additions:
@@ -252,10 +265,16 @@ class Compiler:
             else:
                 words, rows = given["K_USED"] + given["V_USED"], given["key_ptr"]
             pipeline = (call.num_stages - 1) * given["KV_TILE"] * words * rows.element_size()
-        return self._facts(call, target, pipeline, variant.kernel.is_of_hopper)
+        invariant = variant.kernel.attends and variant.layer.batch_invariant
+        return self._facts(call, target, pipeline, variant.kernel.is_of_hopper, invariant)
 
     def _facts(
-        self, call: KernelCall, target: int, pipeline: int = 0, is_gluon: bool = False
+        self,
+        call: KernelCall,
+        target: int,
+        pipeline: int = 0,
+        is_gluon: bool = False,
+        is_invariant: bool = False,
     ) -> Facts:
         log = io.StringIO()
         try:
@@ -268,11 +287,13 @@ class Compiler:
             return Facts(error=_first_line(error))
         ptx = compiled.asm["ptx"]
         products = ptx.count("wgmma.mma_async")
-        sass = _disassembled(compiled.asm["cubin"]) if is_gluon or products else ""
+        reads_code = is_gluon or is_invariant or products
+        sass = _disassembled(compiled.asm["cubin"]) if reads_code else ""
         return Facts(
             **read,
             undefined=len(undefined_reads(sass)) if is_gluon else 0,
             overwritten=len(overwritten_operands(sass)),
+            merged_exponents=len(merged_exponents(sass)) if is_invariant else 0,
             idle_barriers=len(idle_barriers(compiled.asm["ttgir"])),
             packed_additions=packed_additions(ptx),
             shared=compiled.metadata.shared,

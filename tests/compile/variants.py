@@ -410,6 +410,26 @@ MLA_VARIANTS: Final = (
     _of_latents(Kernel.TOPK_TRANSFORM, "gathered", speed=True, index_kind=IndexKind.GATHERED),
 )
 
+_INVARIANT: Final[dict[str, Any]] = {"batch_invariant": True}
+
+INVARIANT_VARIANTS: Final = (
+    # Both kernels of a layer must make the same bits.
+    *_attending("32/8/128", 90, speed=True, **_INVARIANT),
+    *_attending("64/8/64", speed=True, heads=(64, 8, 64), **_INVARIANT),
+    *_attending("16/8/256", 90, speed=True, heads=(16, 8, 256), **_INVARIANT),
+    _only(_D, "cap sinks", 90, soft_cap=30.0, sinks=True, **_INVARIANT),
+    _only(_P, "cap sinks", 90, soft_cap=30.0, sinks=True, **_INVARIANT),
+    *_attending("alibi", alibi=True, **_INVARIANT),
+    *_attending("window 1024", window=1024, **_INVARIANT),
+    _only(_P, "16/8/192", heads=(16, 8, 192), **_INVARIANT),
+    _only(_P, "8/1/128 fp16", heads=(8, 1, 128), dtype=DType.FLOAT16, **_INVARIANT),
+    _only(
+        _P, "16/8/256 soft cap window", heads=(16, 8, 256), soft_cap=30.0, window=128, **_INVARIANT
+    ),
+    _only(_P, "64/8/64 window sinks", heads=(64, 8, 64), window=128, sinks=True, **_INVARIANT),
+    _only(_D, "verify 4", drafts=3, **_INVARIANT),
+)
+
 _H, _HD, _HL = Kernel.HOPPER_PREFILL, Kernel.HOPPER_DECODE, Kernel.HOPPER_MLA
 _HS = Kernel.HOPPER_SPARSE
 _EXPANDED: Final[dict[str, Any]] = {"heads": (16, 16, 192), "head_size_v": 128}

@@ -223,9 +223,10 @@ def test_a_launcher_chooses_anew_for_other_tensors(monkeypatch: pytest.MonkeyPat
         assert {call.kernel.__name__ for call in calls} == {SPLIT, kernel}
 
 
-def test_batch_invariance_keeps_every_row_with_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_invariance_takes_kernels_of_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Layer(batch_invariant=True)
-    assert kernels_of(monkeypatch, layer) == {SPLIT}
+    assert kernels_of(monkeypatch, layer) == {SPLIT, PLAIN}
+    assert kernels_of(monkeypatch, replace(layer, cache=CacheDType.FP8)) == {SPLIT}
     with pytest.raises(ValueError, match="does not serve this layer: batch invariance"):
         kernels_of(monkeypatch, layer, PrefillKernel.HOPPER)
 

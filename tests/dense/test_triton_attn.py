@@ -422,7 +422,7 @@ def test_a_warm_up_compiles_what_is_asked_for(flags: Sequence[str], forms: int) 
         (SlidingWindowSpec(**SPEC, sliding_window=9), AttentionType.DECODER, CONFIG, 2),
         (FullAttentionSpec(**SPEC), AttentionType.DECODER, CONFIG.replace(rswa_window=8), 4),
         (FullAttentionSpec(**SPEC), AttentionType.DECODER, CONFIG.replace(max_model_len=9), 1),
-        (FullAttentionSpec(**SPEC), AttentionType.DECODER, CONFIG.replace(batch_invariant=True), 1),
+        (FullAttentionSpec(**SPEC), AttentionType.DECODER, CONFIG.replace(batch_invariant=True), 2),
         (CrossAttentionSpec(**SPEC), AttentionType.ENCODER_DECODER, CONFIG, 2),
         (EncoderOnlyAttentionSpec(**SPEC), AttentionType.ENCODER_ONLY, CONFIG, 1),
     ],

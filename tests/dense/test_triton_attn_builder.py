@@ -22,7 +22,7 @@ from builders.batch import CommonAttentionMetadata
 from builders.dense.record import TritonAttentionMetadata
 from builders.dense.triton_attn import TritonAttentionMetadataBuilder
 from builders.device import runs_gluon
-from specs.dtypes import DType
+from specs.dtypes import CacheDType, DType
 from specs.engine import (
     DecodeKernel,
     EngineConfig,
@@ -198,7 +198,10 @@ def test_parts_that_the_host_knows_to_be_empty_are_left_out() -> None:
     assert builder.build(0, batch_of(MIX)).prefill is not None
     assert builder_of(SPECS["encoder"]).build(0, batch_of(MIX)).split is None
     invariant = builder_of(batch_invariant=True)
-    assert invariant.build(0, batch_of(PREFILL)).prefill is None
+    assert invariant.build(0, batch_of(PREFILL)).split is None
+    fp8 = FullAttentionSpec(**SIZES, cache_dtype=CacheDType.FP8)
+    every_row = builder_of(fp8, batch_invariant=True)
+    assert every_row.build(0, batch_of(PREFILL)).prefill is None
 
 
 # -- Limits.

@@ -211,13 +211,7 @@ def test_hopper_gets_its_split_kv_kernel_and_nothing_else_does(kind: DeviceKind)
             replace(ASKED, batch_invariant=True),
             "batch invariance and tiles of 16 rows",
         ),
-        (WIDE, 1, replace(ASKED, batch_invariant=True), None),
-        (
-            WIDE,
-            1,
-            replace(ASKED, batch_invariant=True, is_local=True),
-            "batch invariance and tiles of 16 rows",
-        ),
+        (WIDE, 1, replace(ASKED, batch_invariant=True), "batch invariance and tiles of 16 rows"),
         (WIDE, 1, replace(ASKED, is_local=True), None),
         *(
             (replace(SHARD, head_size=64, head_size_v=64), n, replace(ASKED, is_local=True), slower)

@@ -12,7 +12,7 @@ import triton.language as tl
 from attn.kernels.dense.tensors import DenseLayer, DenseTensors, Stored
 from attn.kernels.lang.numerics import INTERPRETED
 from attn.kernels.lang.stored import NATIVE
-from builders.splitkv.record import SplitPlan, area_of
+from builders.splitkv.record import PrefillPlan, SplitPlan, area_of
 from builders.splitkv.stripe import Stripe
 from builders.splitkv.tiles import PrefillTile
 from specs.base import power_of_two
@@ -186,6 +186,7 @@ def split_constants(plan: SplitPlan, width: int) -> dict[str, Any]:
         "KV_TILE": tile.kv_tile,
         "SEGMENT_UNIT": tile.segment_unit,
         "DEPENDS_ON_BATCH": plan.depends_on_batch,
+        "SUMS": plan.sums_apart,
         "FINISH_ROWS": finish_rows,
         "FINISH_WIDTH": max(16, min(width, FINISH_CELLS // finish_rows)),
         "STAGES": tile.num_stages,
@@ -193,7 +194,7 @@ def split_constants(plan: SplitPlan, width: int) -> dict[str, Any]:
 
 
 def prefill_constants(
-    tile: PrefillTile, fixed: Mapping[str, Any]
+    plan: PrefillPlan, fixed: Mapping[str, Any]
 ) -> tuple[PrefillTile, dict[str, Any]]:
     """The tile of the launch, and the arguments that only the prefill kernel has.
 
@@ -201,6 +202,7 @@ def prefill_constants(
     """
     sizes = (fixed["K_SIZE"], fixed["V_SIZE"], fixed["KIND"])
     apart: dict[str, Any] = {"REST": 0}
+    tile, cuts = plan.tile, plan.segmented
     if sizes == (192, 128, NATIVE) and fixed["COMPUTE"] != tl.float32 and tile.pair_stages:
         tile, apart = tile.for_pair, {"K_WIDTH": 128, "K_USED": 128, "REST": 64}
     return tile, apart | {
@@ -208,4 +210,8 @@ def prefill_constants(
         "REQ_STEPS": 20,
         "KV_TILE": tile.kv_tile,
         "STAGES": tile.num_stages,
+        "SEGMENT_UNIT": 0 if cuts is None else cuts.segment_unit,
+        "SEGMENTS_PER_GROUP": 0 if cuts is None else cuts.segment_group,
+        "SUMS": 0 if cuts is None else cuts.sums_apart,
+        "TOTALS_STORED": cuts is not None and tile.stores_totals,
     }

@@ -259,6 +259,7 @@ def decode_kernel(
     LSE: tl.constexpr,
     HARDWARE_E4M3: tl.constexpr,
     DEPENDS_ON_BATCH: tl.constexpr,
+    SUMS: tl.constexpr,
     FINISH_ROWS: tl.constexpr,
     FINISH_WIDTH: tl.constexpr,
     WAITS: tl.constexpr,
@@ -273,6 +274,8 @@ def decode_kernel(
     Flags: DCP says that the cache holds the keys of one rank only, see
     :class:`builders.splitkv.stripe.Stripe`. DEPENDS_ON_BATCH cuts work items between any two KV
     tiles, so that bits depend on the batch; benchmarks measure the cost of invariance against it.
+    SUMS: the prefill kernel takes other rows of the same requests and gives the same bits, see
+    :class:`attn.kernels.dense.groups.Tile`.
     WAITS says that the kernel may start before the kernels ahead of it have ended.
     """
     if WAITS:
@@ -319,7 +322,7 @@ def decode_kernel(
         ),
         Tile(
             GROUP=GROUP, TILE_HEADS=TILE_HEADS, HEAD_TILES=HEAD_TILES, ROWS=ROWS, KV_TILE=KV_TILE,
-            COMPUTE=COMPUTE, STAGES=STAGES,
+            COMPUTE=COMPUTE, STAGES=STAGES, SUMS=SUMS,
         ),
     )  # fmt: skip
 
@@ -490,7 +493,8 @@ def _attend(work, query, cache, plan, scratch, mask, stripe, tile):
     all_low, all_high = seen_by_all(first, last, kv_len, causal, mask, mask.RSWA)
     top = tl.full([tile.ROWS], float("-inf"), tl.float32)
     total = empty_state(top, tl.zeros([tile.ROWS], tl.float32), tile.ROWS, cache.V_WIDTH)
-    state = empty_state(top, tl.zeros([tile.ROWS, KV_TILE], tl.float32), tile.ROWS, cache.V_WIDTH)
+    SUMS: tl.constexpr = tile.SUMS if tile.SUMS > 0 else KV_TILE
+    state = empty_state(top, tl.zeros([tile.ROWS, SUMS], tl.float32), tile.ROWS, cache.V_WIDTH)
     slots = _lent_slots(work, plan)
     if work.begin > 0:
         _store_empty_states(work, low, high, slots, total, plan, scratch)

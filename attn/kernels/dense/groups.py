@@ -123,6 +123,18 @@ class Tile(NamedTuple):
     """int, tiles of keys that are under way."""
     REST: tl.constexpr = 0
     """int, columns of keys beyond K_WIDTH."""
+    SUMS: tl.constexpr = 0
+    """int, columns of which sums of weights are kept apart until a segment ends, so that sums have
+    the same bits in tiles of any number of rows (batch invariance); 0 where they need not."""
+    UNIT: tl.constexpr = 0
+    """int, positions of :mod:`builders.splitkv.segments` that a tile of keys of the prefill kernel
+    spans, where its states are folded segment by segment (batch invariance); 0 where keys are one
+    run."""
+    PER_GROUP: tl.constexpr = 0
+    """int, segments of a segment group; 0 where every request has one group. Read with UNIT."""
+    STORED: tl.constexpr = False
+    """bool, whether outputs over the segments before wait in the program's second slot (with UNIT):
+    registers have no room for two states of wide heads."""
 
 
 class Queries(NamedTuple):
@@ -180,6 +192,9 @@ class Run(NamedTuple):
     """int32, the first tile of which every row sees all keys."""
     full_high: tl.tensor
     """int32, the tile after the last of which every row sees all keys."""
+    begin: OptionalTensor = None
+    """int32, the first tile of the segment group that the run is a part of; read where states are
+    folded segment by segment in the prefill kernel."""
 
 
 class Slots(NamedTuple):

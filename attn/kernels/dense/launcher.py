@@ -41,6 +41,8 @@ _VARYING_IN_PREFILL = (
     "first_ptr",
 )
 """More arguments that every launch of the portable prefill kernel is given."""
+_SCRATCH_OF_PREFILL = ("states_ptr", "sums_ptr")
+"""More arguments of a portable prefill kernel whose plan cuts keys into segments."""
 _SIZED = ("k_scale_ptr", "v_scale_ptr", "output_scale_ptr", "sinks_ptr", "slopes_ptr")
 """Arguments that a step may lack and whose number of elements is the layer's."""
 
@@ -194,9 +196,9 @@ class DenseLauncher:
         ):
             return
         launcher = self._tiled.of(
-            (plan.tile, variant), self._new_prefill, plan, step, tensors, optional
+            (plan.static, variant), self._new_prefill, plan, step, tensors, optional
         )
-        rows, table = tensors.rows, step.block_table
+        rows, table, cuts = tensors.rows, step.block_table, plan.segmented
         assert rows is not None
         launcher(
             (plan.programs,),
@@ -210,6 +212,7 @@ class DenseLauncher:
             step.num_reqs,
             plan.tile_starts,
             first,
+            *(() if cuts is None else (cuts.states, cuts.sums)),
             *optional.values(),
         )
 
@@ -222,11 +225,13 @@ class DenseLauncher:
     ) -> Launcher:
         """The launcher of a new variant of the portable prefill kernel."""
         fixed = self._fixed(step, tensors, optional)
-        tile, own = prefill_constants(plan.tile, fixed)
+        tile, own = prefill_constants(plan, fixed)
+        given = () if plan.segmented is None else _SCRATCH_OF_PREFILL
+        absent = dict.fromkeys(_SCRATCH_OF_PREFILL[len(given) :])
         return Launcher(
             prefill_kernel,
-            fixed | own | {"HEADS": self.layer.num_heads},
-            [*_VARYING, *_VARYING_IN_PREFILL, *optional],
+            fixed | own | absent | {"HEADS": self.layer.num_heads},
+            [*_VARYING, *_VARYING_IN_PREFILL, *given, *optional],
             options=LaunchOptions(num_warps=tile.num_warps, num_stages=tile.num_stages),
             is_typed=True,
         )

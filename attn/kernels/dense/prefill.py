@@ -4,6 +4,11 @@ A program takes one query head and one tile of query tokens at a time. The lates
 since they see most keys. A tile of keys that every query of the tile sees whole is not masked. The
 kernel reads the number of the step's tiles from the device, because a captured graph launches the
 same grid for every batch.
+
+With batch invariance a row has the bits that the split-KV kernel gives it. The kernel then walks
+that kernel's tiles of keys, with sums in its order. Where a tile begins a segment, the state of the
+segment before it is folded into the one of earlier segments, as there, and the next one starts
+empty. Nothing is cut between programs.
 """
 
 from __future__ import annotations
@@ -14,18 +19,35 @@ import triton
 import triton.language as tl
 
 from attn.kernels.dense.groups import Cache, Keys, Queries, Query, Run, Tile
-from attn.kernels.dense.query_rows import factors_of, prepared_queries, write_state
+from attn.kernels.dense.query_rows import (
+    factors_of,
+    fold_slots,
+    load_outputs,
+    load_planes,
+    prepared_queries,
+    write_state,
+)
 from attn.kernels.dense.tile import (
     attend_tiles,
     causal_and_prefix,
+    closed_state,
     empty_state,
+    fold_into_slot,
+    fold_states,
     keys_seen,
+    opened,
     readable,
     recomputed,
+    store_planes,
 )
-from attn.kernels.lang.groups import Mask, OptionalTensor, Out, Rows, State, Stripe
+from attn.kernels.lang.groups import Mask, OptionalTensor, Out, Rows, Scratch, State, Stripe
 from attn.kernels.lang.masks import seen_by_all
-from builders.splitkv.device.segments import local_len, local_position
+from builders.splitkv.device.segments import (
+    local_len,
+    local_position,
+    segment_of,
+    segment_start,
+)
 
 
 class _Schedule(NamedTuple):
@@ -96,6 +118,8 @@ _ANYWHERE = [
     "output_scale_ptr",
     "sinks_ptr",
     "slopes_ptr",
+    "states_ptr",
+    "sums_ptr",
 ]
 
 
@@ -121,6 +145,8 @@ def prefill_kernel(
     ranges_ptr,
     sinks_ptr,
     slopes_ptr,
+    states_ptr,
+    sums_ptr,
     query_token,
     query_head,
     out_token,
@@ -184,6 +210,10 @@ def prefill_kernel(
     HARDWARE_E4M3: tl.constexpr,
     STAGES: tl.constexpr,
     REST: tl.constexpr,
+    SEGMENT_UNIT: tl.constexpr,
+    SEGMENTS_PER_GROUP: tl.constexpr,
+    TOTALS_STORED: tl.constexpr,
+    SUMS: tl.constexpr,
 ):
     """Attention of requests with many new tokens; grid ``(programs,)``, any number of programs.
 
@@ -195,6 +225,13 @@ def prefill_kernel(
     the rows of its own tokens. With first_ptr ``[R]`` int32 the first query of a request has that
     position; without it the last query of a request has the position of its last key. REST is the
     number of key columns beyond K_WIDTH.
+
+    With SEGMENT_UNIT, keys are cut as the split-KV kernel cuts them. A tile of keys then spans so
+    many positions of :mod:`builders.splitkv.segments`, and a segment group has SEGMENTS_PER_GROUP
+    segments; 0 says that every request has one segment group. A slot is a row of states ``[slots,
+    QUERY_TILE, PLANES * V_WIDTH]`` and of sums ``[slots, 2, QUERY_TILE]``, both fp32. Every program
+    has the slot of its number, for whole segment groups. With TOTALS_STORED it has another,
+    behind those of all programs, for the segments of one group.
     """
     _attend_all(
         _Schedule(
@@ -231,19 +268,23 @@ def prefill_kernel(
         ),
         Tile(
             GROUP=GROUP, TILE_HEADS=1, HEAD_TILES=GROUP, ROWS=QUERY_TILE, KV_TILE=KV_TILE,
-            COMPUTE=COMPUTE, STAGES=STAGES, REST=REST,
+            COMPUTE=COMPUTE, STAGES=STAGES, REST=REST, SUMS=SUMS,
+            UNIT=SEGMENT_UNIT, PER_GROUP=SEGMENTS_PER_GROUP, STORED=TOTALS_STORED,
+        ),
+        Scratch(
+            states_ptr=states_ptr, sums_ptr=sums_ptr, USED=QUERY_TILE, WIDTH=V_WIDTH, PLANES=PLANES,
         ),
     )  # fmt: skip
 
 
 @triton.jit
-def _attend_all(schedule, query, cache, mask, stripe, out, tile):
+def _attend_all(schedule, query, cache, mask, stripe, out, tile, scratch):
     """Attention of the step's tiles of queries, of which each program takes some."""
     num_tiles = tl.load(schedule.tile_starts_ptr + schedule.num_reqs)
     row = tl.arange(0, tile.ROWS)
     for work in range(tl.program_id(0), num_tiles * schedule.HEADS, tl.num_programs(0)):
         query_tile = _load_tile(work, num_tiles, row, schedule, cache)
-        state, v_factor = _attend(query_tile, query, cache, mask, stripe, tile)
+        state, v_factor = _attend(query_tile, query, cache, mask, stripe, tile, scratch)
         _write(query_tile, state, v_factor, cache, out, tile)
 
 
@@ -298,14 +339,13 @@ def _load_queries(offset, wanted, heads, position, kv_head, query, cache, tile):
 
 
 @triton.jit
-def _attend(query_tile, query, cache, mask, stripe, tile):
+def _attend(query_tile, query, cache, mask, stripe, tile, scratch):
     """Attention of one tile of queries.
 
     Returns:
         The tile's state, and the factor of its outputs, fp32.
     """
     KV_TILE: tl.constexpr = tile.KV_TILE
-    EDGES: tl.constexpr = mask.WINDOW or mask.CHUNK or mask.RSWA
     req = query_tile.req
     token = query_tile.number * tile.ROWS + query_tile.row
     wanted = token < query_tile.query_len
@@ -348,39 +388,125 @@ def _attend(query_tile, query, cache, mask, stripe, tile):
     high = tl.cdiv(stop, KV_TILE)
     full_low = tl.cdiv(all_low, KV_TILE)
     full_high = tl.maximum(all_high // KV_TILE, full_low)
-    state = empty_state(
-        tl.full([tile.ROWS], float("-inf"), tl.float32), tl.zeros([tile.ROWS], tl.float32),
-        tile.ROWS, cache.V_WIDTH,
-    )  # fmt: skip
-    if EDGES or mask.RANGES:
+    if tile.UNIT > 0:
+        if mask.RSWA:
+            low = tl.where(prefix > 0, 0, low)
+        run = Run(low, high, full_low=full_low, full_high=full_high)
+        state = _attend_groups(queries, keys, run, query, cache, mask, tile, scratch)
+    else:
+        state = empty_state(
+            tl.full([tile.ROWS], float("-inf"), tl.float32), tl.zeros([tile.ROWS], tl.float32),
+            tile.ROWS, cache.V_WIDTH,
+        )  # fmt: skip
         if mask.RSWA:
             prefix_tiles = tl.minimum(tl.cdiv(prefix, KV_TILE), high)
-            state = _attend_run(
-                state, queries, keys, 0, prefix_tiles, query, cache, mask, tile, True
-            )
+            run = Run(0, prefix_tiles, full_low=0, full_high=0)
+            state, _ = attend_tiles(
+                state, state, queries, keys, None, run, query, cache, mask, None, scratch, tile,
+                True, False,
+            )  # fmt: skip
             low = tl.maximum(low, prefix_tiles)
-        edge = tl.minimum(full_low, high)
-        state = _attend_run(state, queries, keys, low, edge, query, cache, mask, tile, True)
-        low = tl.maximum(low, edge)
-    full = tl.minimum(full_high, high)
-    state = _attend_run(state, queries, keys, low, full, query, cache, mask, tile, False)
-    state = _attend_run(
-        state, queries, keys, tl.maximum(low, full), high, query, cache, mask, tile, True
-    )
-    m = state.m
-    if query.SIMPLE:
-        m = m * queries.scale
-    return State(m, state.l, state.acc0, state.acc1, state.acc2, state.acc3), v_factor
+        run = Run(low, high, full_low=full_low, full_high=full_high)
+        state, _ = _attend_run(state, state, queries, keys, run, query, cache, mask, tile, scratch)
+        m = state.m
+        if query.SIMPLE:
+            m = m * queries.scale
+        state = State(m, state.l, state.acc0, state.acc1, state.acc2, state.acc3)
+    return state, v_factor
 
 
 @triton.jit
-def _attend_run(state, queries, keys, low, high, query, cache, mask, tile, MASK: tl.constexpr):
-    """The state over the tiles ``[low, high)`` too, see :func:`attend_tiles`."""
-    state, _ = attend_tiles(
-        state, state, queries, keys, None, Run(low, high, full_low=0, full_high=0), query, cache,
-        mask, None, None, tile, MASK, False,
+def _attend_groups(queries, keys, run, query, cache, mask, tile, scratch):
+    """The state over a run of tiles, folded as the split-KV kernel folds it.
+
+    The states of the segments of a segment group are folded in registers. Registers have no room
+    for a third state, so the state over whole segment groups waits in the program's slot.
+    """
+    top = tl.full([tile.ROWS], float("-inf"), tl.float32)
+    total = empty_state(top, tl.zeros([tile.ROWS], tl.float32), tile.ROWS, cache.V_WIDTH)
+    # Where outputs over the segments of one segment group are, if they are not in registers.
+    slot = tl.program_id(0) + tl.num_programs(0)
+    if tile.PER_GROUP == 0:
+        total = _attend_group(total, queries, keys, run, query, cache, mask, tile, scratch)
+    else:
+        first = segment_of(run.low * tile.UNIT) // tile.PER_GROUP
+        past = segment_of(tl.maximum(run.high - 1, 0) * tile.UNIT) // tile.PER_GROUP + 1
+        past = tl.where(run.high > run.low, past, first)
+        for group in range(first, past):
+            empty = empty_state(top, tl.zeros([tile.ROWS], tl.float32), tile.ROWS, cache.V_WIDTH)
+            low = tl.maximum(segment_start(group * tile.PER_GROUP) // tile.UNIT, run.low)
+            high = segment_start((group + 1) * tile.PER_GROUP) // tile.UNIT
+            part = Run(low, tl.minimum(high, run.high), run.full_low, run.full_high)
+            total = _attend_group(empty, queries, keys, part, query, cache, mask, tile, scratch)
+            if first + 1 < past:
+                # Numbers that the loop over keys does not need are computed here.
+                slot = recomputed(tl.program_id(0), cache.DECODE)
+                if tile.STORED:
+                    own = slot + tl.num_programs(0)
+                    total = fold_slots(total, slot, own, group > first, scratch)
+                else:
+                    before = load_planes(scratch, slot, group > first, tile.ROWS)
+                    total = fold_states(before, total.m, total.l, total, cache.PLANES)
+                    if group + 1 < past:
+                        # Threads load what other threads stored.
+                        tl.debug_barrier()
+                        store_planes(scratch, slot, total.m, total.l, total)
+                        tl.debug_barrier()
+    if tile.STORED:
+        tl.debug_barrier()
+        total = load_outputs(total, slot, scratch)
+    return total
+
+
+@triton.jit
+def _attend_group(total, queries, keys, run, query, cache, mask, tile, scratch):
+    """The state over a run of tiles within one segment group; ``total`` is the empty state."""
+    sums = tl.zeros([tile.ROWS, tile.SUMS], tl.float32)
+    state = empty_state(total.m, sums, tile.ROWS, cache.V_WIDTH)
+    state, total = _attend_run(state, total, queries, keys, run, query, cache, mask, tile, scratch)
+    highest, sums = closed_state(state, queries, query, tile)
+    if tile.STORED:
+        stored = opened(run.high, run.low, tile.UNIT) & (run.high > run.low)
+        total = fold_into_slot(total, highest, sums, state, stored, scratch, cache.DECODE)
+    else:
+        total = fold_states(total, highest, sums, state, cache.PLANES)
+    return total
+
+
+@triton.jit
+def _attend_run(state, total, queries, keys, run, query, cache, mask, tile, scratch):
+    """The states over a run of tiles too, see :func:`attend_tiles`.
+
+    Tiles that every row sees whole are taken apart from those before and behind them: only the
+    others are masked.
+    """
+    low = run.low
+    if mask.WINDOW or mask.CHUNK or mask.RSWA or mask.RANGES:
+        edge = tl.minimum(run.full_low, run.high)
+        state, total = _attend_part(
+            state, total, queries, keys, low, edge, run, query, cache, mask, tile, scratch, True
+        )
+        low = tl.maximum(low, edge)
+    full = tl.maximum(tl.minimum(run.full_high, run.high), low)
+    state, total = _attend_part(
+        state, total, queries, keys, low, full, run, query, cache, mask, tile, scratch, False
+    )
+    return _attend_part(
+        state, total, queries, keys, full, run.high, run, query, cache, mask, tile, scratch, True
+    )
+
+
+@triton.jit
+def _attend_part(
+    state, total, queries, keys, low, high, run, query, cache, mask, tile, scratch,
+    MASK: tl.constexpr,
+):  # fmt: skip
+    """The states over the tiles ``[low, high)`` of a run too."""
+    part = Run(low, high, full_low=0, full_high=0, begin=run.low)
+    return attend_tiles(
+        state, total, queries, keys, None, part, query, cache, mask, None, scratch, tile, MASK,
+        False,
     )  # fmt: skip
-    return state
 
 
 @triton.jit

@@ -10,7 +10,8 @@ import triton.language as tl
 
 from attn.kernels.dense.tile import fold, power_of_two_guard
 from attn.kernels.lang.constants import LOG2E
-from attn.kernels.lang.numerics import encode_e4m3
+from attn.kernels.lang.groups import State
+from attn.kernels.lang.numerics import encode_e4m3, product
 from attn.kernels.lang.stored import plane_columns
 
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -107,7 +108,7 @@ def with_sinks(some, m, l, head, wanted, sinks_ptr):
     Returns:
         Maxima, sums, and the factor that the rows' accumulators need then; all ``[M]`` fp32.
     """
-    sink = tl.load(sinks_ptr + head, mask=wanted, other=0.0).to(tl.float32) * LOG2E
+    sink = product(tl.load(sinks_ptr + head, mask=wanted, other=0.0).to(tl.float32), LOG2E)
     top = tl.where(some, tl.maximum(m, sink), m)
     base = tl.where(some, top, 0.0)
     shrink = tl.exp2(m - base)
@@ -291,6 +292,87 @@ def _load_part(scratch, slot, part, parts, row, cells, mine, mask):
 
 
 @triton.jit
+def load_planes(scratch, slot, wanted, ROWS: tl.constexpr):
+    """Load the state in a slot of ``scratch``; the empty state if it is not ``wanted``."""
+    row = tl.arange(0, ROWS)
+    cells = row[:, None] * (scratch.WIDTH * scratch.PLANES) + tl.arange(0, scratch.WIDTH)[None, :]
+    mine = (row < scratch.USED) & wanted
+    CELLS: tl.constexpr = scratch.WIDTH * scratch.PLANES
+    m, l, acc0 = load_state(
+        scratch.states_ptr, scratch.sums_ptr, slot, row, cells, mine, mine[:, None], scratch.USED,
+        CELLS,
+    )  # fmt: skip
+    acc1 = acc0
+    acc2 = acc0
+    acc3 = acc0
+    if scratch.PLANES > 1:
+        _, _, acc1 = load_state(
+            scratch.states_ptr, scratch.sums_ptr, slot, row, cells + scratch.WIDTH, mine,
+            mine[:, None], scratch.USED, CELLS,
+        )  # fmt: skip
+    if scratch.PLANES > 2:
+        _, _, acc2 = load_state(
+            scratch.states_ptr, scratch.sums_ptr, slot, row, cells + 2 * scratch.WIDTH, mine,
+            mine[:, None], scratch.USED, CELLS,
+        )  # fmt: skip
+        _, _, acc3 = load_state(
+            scratch.states_ptr, scratch.sums_ptr, slot, row, cells + 3 * scratch.WIDTH, mine,
+            mine[:, None], scratch.USED, CELLS,
+        )  # fmt: skip
+    return State(m, l, acc0, acc1, acc2, acc3)
+
+
+@triton.jit
+def fold_slots(new, slot, new_slot, stored, scratch):
+    """Fold the state ``new``, whose outputs are in ``new_slot``, into the state in ``slot``.
+
+    That is the empty state unless something is ``stored`` there. States have one plane.
+
+    Returns:
+        The folded state, whose outputs are in ``slot`` and not in registers.
+    """
+    WIDTH: tl.constexpr = scratch.WIDTH
+    USED: tl.constexpr = scratch.USED
+    row = tl.arange(0, USED)
+    sums = scratch.sums_ptr + slot.to(tl.int64) * (2 * USED)
+    mine = (row < USED) & stored
+    # Threads load what other threads stored.
+    tl.debug_barrier()
+    m = tl.load(sums + row, mask=mine, other=float("-inf"), cache_modifier=".cg")
+    l = tl.load(sums + USED + row, mask=mine, other=0.0, cache_modifier=".cg")
+    for c0 in range(0, WIDTH, 32):
+        cells = row[:, None] * WIDTH + (c0 + tl.arange(0, 32))[None, :]
+        _, _, before = load_state(
+            scratch.states_ptr, scratch.sums_ptr, slot, row, cells, mine, mine[:, None], USED,
+            WIDTH,
+        )  # fmt: skip
+        _, _, acc = load_state(
+            scratch.states_ptr, scratch.sums_ptr, new_slot, row, cells, mine, cells >= 0, USED,
+            WIDTH,
+        )  # fmt: skip
+        _, _, after = fold(m, l, before, new.m, new.l, acc)
+        at = tl.multiple_of(scratch.states_ptr + slot.to(tl.int64) * (USED * WIDTH), 16)
+        tl.store(at + cells, after)
+    top, total, _ = fold(m, l, l[:, None], new.m, new.l, l[:, None])
+    tl.debug_barrier()
+    tl.store(sums + row, top)
+    tl.store(sums + USED + row, total)
+    return State(top, total, new.acc0, new.acc1, new.acc2, new.acc3)
+
+
+@triton.jit
+def load_outputs(state, slot, scratch):
+    """``state`` with the outputs in a slot of ``scratch``; rows without keys have none there."""
+    row = tl.arange(0, state.m.shape[0])
+    at = scratch.states_ptr + slot.to(tl.int64) * (scratch.USED * scratch.WIDTH)
+    at = tl.multiple_of(at, 16)
+    cells = at + row[:, None] * scratch.WIDTH + tl.arange(0, scratch.WIDTH)[None, :]
+    seen = (state.m > float("-inf"))[:, None]
+    acc = tl.load(cells, mask=seen, other=0.0, cache_modifier=".cg")
+    return State(state.m, state.l, acc, acc, acc, acc)
+
+
+@triton.jit
 def load_state(
     states_ptr, sums_ptr, slot, row, cells, mine, mask, USED: tl.constexpr, CELLS: tl.constexpr
 ):
@@ -299,5 +381,5 @@ def load_state(
     sums = sums_ptr + slot * (2 * USED)
     m = tl.load(sums + row, mask=mine, other=float("-inf"), cache_modifier=".cg")
     l = tl.load(sums + USED + row, mask=mine, other=0.0, cache_modifier=".cg")
-    at = states_ptr + slot * (USED * CELLS)
+    at = tl.multiple_of(states_ptr + slot * (USED * CELLS), 16)
     return m, l, tl.load(at + cells, mask=mask, other=0.0, cache_modifier=".cg")

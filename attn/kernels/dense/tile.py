@@ -11,8 +11,9 @@ import triton.language as tl
 
 from attn.kernels.lang.groups import State
 from attn.kernels.lang.masks import biased, last_visible, masked, own_range, reach_of
+from attn.kernels.lang.numerics import product
 from attn.kernels.lang.stored import PLAIN, plane_of
-from builders.splitkv.device.segments import first_visible, segment_start
+from builders.splitkv.device.segments import first_visible, segment_of, segment_start
 
 _PLAIN = tl.constexpr(PLAIN)
 
@@ -99,6 +100,21 @@ def recomputed(number, DECODE: tl.constexpr):
 
 
 @triton.jit
+def barrier_and(number, DECODE: tl.constexpr):
+    """``number``, behind a barrier of the program's threads that Triton does not see."""
+    if DECODE != _PLAIN:
+        number = tl.inline_asm_elementwise(
+            "bar.sync 0;\n\tmov.b32 $0, $1;",
+            "=r,r",
+            [number],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    return number
+
+
+@triton.jit
 def power_of_two_guard(largest):
     """fp32 powers of two g and 1 / g; ``largest * g`` is in [2^10, 2^11), so fp16 can hold it."""
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 255
@@ -176,7 +192,7 @@ def store_state(
     slot = slot.to(tl.int64)
     tl.store(sums_ptr + slot * 2 * USED + row, m, mask=mine)
     tl.store(sums_ptr + slot * 2 * USED + USED + row, l, mask=mine)
-    at = states_ptr + slot * (USED * WIDTH * PLANES)
+    at = tl.multiple_of(states_ptr + slot * (USED * WIDTH * PLANES), 16)
     cells = at + row[:, None] * (WIDTH * PLANES) + column[None, :]
     tl.store(cells, acc0, mask=mine[:, None])
     if PLANES > 1:
@@ -252,6 +268,91 @@ def fold_states(state, m, l, new, PLANES: tl.constexpr):
         _, _, acc2 = fold(state.m, state.l, acc2, m, l, new.acc2)
         _, _, acc3 = fold(state.m, state.l, acc3, m, l, new.acc3)
     return State(top, sums, acc0, acc1, acc2, acc3)
+
+
+@triton.jit
+def opened(number, begin, UNIT: tl.constexpr):
+    """Whether a segment begins at one of the tiles ``[begin, number)`` of UNIT positions."""
+    return segment_start(segment_of(number * UNIT - 1)) >= begin * UNIT
+
+
+@triton.jit
+def fold_into_slot(total, m, l, new, stored, scratch, DECODE: tl.constexpr):
+    """Fold the state ``new`` into ``total``, whose outputs are in the program's second slot.
+
+    ``m`` and ``l`` replace those of ``new``. The outputs of ``total`` in registers are not used.
+    Unless something is ``stored``, they are 0. States have one plane.
+    """
+    slot = tl.program_id(0) + tl.num_programs(0)
+    row = tl.arange(0, total.m.shape[0])
+    # Threads load what other threads stored. Triton does not pipeline a loop with a barrier of its.
+    slot = barrier_and(slot, DECODE)
+    # The compiler does not know how the scratch is aligned.
+    at = scratch.states_ptr + slot.to(tl.int64) * (scratch.USED * scratch.WIDTH)
+    at = tl.multiple_of(at, 16)
+    _fold_columns(total.m, total.l, m, l, new.acc0, at + row[:, None] * scratch.WIDTH, stored)
+    top, sums, _ = fold(total.m, total.l, total.l[:, None], m, l, l[:, None])
+    return State(top, sums, total.acc0, total.acc1, total.acc2, total.acc3)
+
+
+@triton.jit
+def _fold_columns(m, l, m_new, l_new, acc, rows_at, stored):
+    """Fold outputs ``acc [ROWS, N]`` into stored ones, whose rows begin at ``rows_at [ROWS, 1]``.
+
+    Few columns at a time, since layouts change through shared memory, of which the loop over keys
+    leaves little.
+    """
+    COLUMNS: tl.constexpr = acc.shape[1]
+    if COLUMNS > 32:
+        left, right = halves_of(acc)
+        _fold_columns(m, l, m_new, l_new, left, rows_at, stored)
+        _fold_columns(m, l, m_new, l_new, right, rows_at + COLUMNS // 2, stored)
+    else:
+        column = tl.arange(0, COLUMNS)[None, :]
+        cells = rows_at + column
+        before = tl.load(cells, mask=(column >= 0) & stored, other=0.0, cache_modifier=".cg")
+        _, _, after = fold(m, l, before, m_new, l_new, acc)
+        tl.store(cells, after)
+
+
+@triton.jit
+def sum_of_columns(x, SUMS: tl.constexpr):
+    """The sum of the columns of ``x [ROWS, N]``, N a power of two.
+
+    With SUMS it is a tree of sums of two numbers, whose bits do not depend on how threads share the
+    tile out, and so not on its number of rows. A thread has its columns in pairs: these are added
+    first, then those of neighbouring threads, then those of warps.
+    """
+    result = x
+    if SUMS > 0:
+        ROWS: tl.constexpr = x.shape[0]
+        pairs = tl.sum(tl.reshape(x, [ROWS, x.shape[1] // 8, 2, 2, 2]), 4)
+        result = tl.reshape(_halved(tl.sum(tl.sum(pairs, 3), 2), 1), [ROWS])
+    else:
+        result = tl.sum(x, 1)
+    return result
+
+
+@triton.jit
+def _halved(x, COLUMNS: tl.constexpr):
+    """Add the right half of the columns of ``x [ROWS, N]`` to the left until COLUMNS are left."""
+    ROWS: tl.constexpr = x.shape[0]
+    HALF: tl.constexpr = x.shape[1] // 2
+    result = x
+    if HALF >= COLUMNS:
+        result = _halved(tl.sum(tl.reshape(x, [ROWS, 2, HALF]), 1), COLUMNS)
+    return result
+
+
+@triton.jit
+def closed_state(state, queries, query, tile):
+    """The maxima, in units of log 2, and the sums of a ``state`` whose sums are kept by column."""
+    sums = sum_of_columns(state.l, tile.SUMS)
+    highest = state.m
+    if query.SIMPLE:
+        # Some states are folded in registers, some are stored first: the bits must be the same.
+        highest = product(state.m, queries.scale)
+    return highest, sums
 
 
 @triton.jit
@@ -388,13 +489,17 @@ def attend_tiles(
     With SEGMENTED, a state is closed at the end of each segment; if the plan depends on the batch,
     one state is closed at the end of the run. A closed state is stored if ``slots.stores``, else it
     is folded into ``total``. The sums of ``state`` are then ``[ROWS, KV_TILE]``, and are summed
-    over their columns when the state closes.
+    over their columns when the state closes. In tiles with SUMS they are ``[ROWS, SUMS]``, also
+    without SEGMENTED.
+
+    In tiles with UNIT, without SEGMENTED, a state is closed by the tile that begins the next
+    segment, and is folded into ``total``. The last state is left for the caller to fold.
 
     If the query is SIMPLE, the maxima of ``state`` are those of the unscaled scores.
 
     Args:
         state: a ``State``, over the keys before the run; with SEGMENTED the empty one.
-        total: a ``State`` over closed segments.
+        total: a ``State`` over closed segments; read with SEGMENTED and in tiles with UNIT.
         queries: the ``Queries`` of the tile.
         keys: the ``Keys`` of the request.
         slots: ``Slots`` for segments; read with SEGMENTED.
@@ -403,7 +508,8 @@ def attend_tiles(
         cache: the ``Cache``.
         mask: the ``Mask``.
         plan: the ``Plan``; read with SEGMENTED.
-        scratch: the ``Scratch`` that closed states are stored in; read with SEGMENTED.
+        scratch: the ``Scratch`` that closed states are stored in; read with SEGMENTED and in tiles
+            with STORED.
         tile: the ``Tile``.
         MASK: False if every row sees every key of the run. With MASK, every row still sees all keys
             of the tiles from ``run.full_low`` to ``run.full_high``.
@@ -419,6 +525,9 @@ def attend_tiles(
     IEEE: tl.constexpr = tl.float32 == COMPUTE
     # Only tiles of at least 64 rows can be multiplied by warp groups, which is asynchronous.
     ASYNCHRONOUS: tl.constexpr = ROWS >= 64
+    # Weights of a request must not depend on the kernel, nor on whether a tile is masked.
+    ROUNDS: tl.constexpr = SEGMENTED or tile.SUMS > 0
+    FOLDS: tl.constexpr = tile.UNIT > 0 and not SEGMENTED
     kc = tl.arange(0, cache.K_WIDTH)
     vc = tl.arange(0, cache.V_WIDTH)
     within = tl.arange(0, KV_TILE)
@@ -446,6 +555,9 @@ def attend_tiles(
         segment_end = run.high
         if not plan.DEPENDS_ON_BATCH:
             segment_end = segment_start(segment + 1) // plan.SEGMENT_UNIT
+    if FOLDS:
+        # The first tile from here on that begins a segment.
+        opens = segment_start(segment_of(run.low * tile.UNIT - 1) + 1) // tile.UNIT
     for number in tl.range(run.low, run.high, num_stages=tile.STAGES):
         token = number * KV_TILE + within
         if cache.BLOCK_SIZE > 0:
@@ -492,13 +604,17 @@ def attend_tiles(
 
         scores = _products(queries, k_words, rest, cache, tile)
         if not query.SIMPLE:
-            scores = scores * queries.scale[:, None]
+            if ROUNDS and not query.SOFT_CAP:
+                scores = product(scores, queries.scale[:, None])
+            else:
+                scores = scores * queries.scale[:, None]
             if cache.INLINE:
                 scores = scores * k_scale[None, :]
             distance = token[None, :] - queries.position[:, None]
             scores = biased(
-                scores, distance, queries.slope, query.soft_cap, query.SOFT_CAP, query.ALIBI, IEEE
-            )
+                scores, distance, queries.slope, query.soft_cap, query.SOFT_CAP, query.ALIBI, IEEE,
+                ROUNDS,
+            )  # fmt: skip
             if cache.INLINE:
                 # The value's scale is added to the weight's exponent: a product of weight and scale
                 # could underflow.
@@ -518,11 +634,26 @@ def attend_tiles(
                     scores, queries.position, token, reach, keys.kv_len, keys.prefix, range_first,
                     range_last, mask, mask.RSWA,
                 )  # fmt: skip
+        if FOLDS:
+            # Behind the wait for the scores, which waits for the products with values too.
+            if number == opens:
+                highest, sums = closed_state(state, queries, query, tile)
+                if tile.STORED:
+                    stored = opened(opens, run.begin, tile.UNIT)
+                    total = fold_into_slot(
+                        total, highest, sums, state, stored, scratch, cache.DECODE
+                    )
+                else:
+                    total = fold_states(total, highest, sums, state, cache.PLANES)
+                state = _reset(state, cache.PLANES)
+                opens = segment_start(segment_of(opens * tile.UNIT) + 1) // tile.UNIT
         m, weights, alpha = _weights_of(scores, state.m, queries.scale, query.SIMPLE, MASK)
         parts = weights
         if cache.INLINE:
             parts = weights * (1.0 / v_scale)[None, :]
-        if SEGMENTED:
+        if tile.SUMS > 0:
+            l = tl.fma(state.l, alpha[:, None], _halved(parts, tile.SUMS))
+        elif SEGMENTED:
             l = state.l * alpha[:, None] + parts
         else:
             l = state.l * alpha + tl.sum(parts, 1)
@@ -534,16 +665,13 @@ def attend_tiles(
         if SEGMENTED:
             closes = (number + 1 == segment_end) | (number + 1 == run.high)
             if closes:
-                sums = tl.sum(state.l, 1)
-                highest = state.m
-                if query.SIMPLE:
-                    highest = state.m * queries.scale
+                highest, sums = closed_state(state, queries, query, tile)
                 if slots.stores:
                     store_planes(scratch, slots.slot + segment, highest, sums, state)
                 else:
                     total = fold_states(total, highest, sums, state, cache.PLANES)
                 if not ASYNCHRONOUS:
-                    state = _reset(state, KV_TILE, cache.PLANES)
+                    state = _reset(state, cache.PLANES)
                 segment += 1
                 if not plan.DEPENDS_ON_BATCH:
                     segment_end = segment_start(segment + 1) // plan.SEGMENT_UNIT
@@ -555,10 +683,10 @@ def attend_tiles(
 
 
 @triton.jit
-def _reset(state, KV_TILE: tl.constexpr, PLANES: tl.constexpr):
+def _reset(state, PLANES: tl.constexpr):
     """The state of no keys, with the shapes of ``state``, which has PLANES planes."""
     m = tl.full([state.m.shape[0]], float("-inf"), tl.float32)
-    l = tl.zeros([state.m.shape[0], KV_TILE], tl.float32)
+    l = tl.zeros(state.l.shape, tl.float32)
     acc0 = tl.zeros(state.acc0.shape, tl.float32)
     acc1 = state.acc1
     acc2 = state.acc2

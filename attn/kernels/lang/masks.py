@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from attn.kernels.lang.constants import LOG2E
+from attn.kernels.lang.numerics import product
 from builders.splitkv.device.segments import first_visible
 
 
@@ -142,13 +143,14 @@ def seen_by_all(first, last, kv_len, causal, mask, RSWA: tl.constexpr):
 @triton.jit
 def biased(
     scores, distance, slope, soft_cap, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
-    EXACT: tl.constexpr,
+    EXACT: tl.constexpr, ROUNDS: tl.constexpr = False,
 ):  # fmt: skip
     """Apply soft cap and position bias to scores; the result is in units of log 2.
 
     ``scores`` come in natural units with SOFT_CAP, else already multiplied by log2(e).
     ``distance`` is the key's position minus the query's. ALIBI is 0 (none), 1 (linear) or 2 (square
-    root). With EXACT, small scores keep their last bits under a soft cap.
+    root). With EXACT, small scores keep their last bits under a soft cap. With ROUNDS the result is
+    rounded, however a kernel goes on with it (see :func:`attn.kernels.lang.numerics.product`).
     """
     if SOFT_CAP:
         # c * tanh(x / c); exp2 saturates on both sides, so that tanh becomes exactly +-1.
@@ -160,10 +162,13 @@ def biased(
             z = y * y
             series = y * (1.0 + z * (-1.0 / 3.0 + z * (2.0 / 15.0 + z * (-17.0 / 315.0))))
             bounded = tl.where(tl.abs(y) < 0.1, series, bounded)
-        scores = (soft_cap * LOG2E) * bounded
+        if ROUNDS:
+            scores = product(bounded, soft_cap * LOG2E)
+        else:
+            scores = (soft_cap * LOG2E) * bounded
     if ALIBI == 1:
-        scores += (slope * LOG2E)[:, None] * distance.to(tl.float32)
+        scores = tl.fma((slope * LOG2E)[:, None], distance.to(tl.float32), scores)
     elif ALIBI == 2:
         away = tl.sqrt(tl.maximum(-distance, 0).to(tl.float32))
-        scores -= (slope * LOG2E)[:, None] * away
+        scores = tl.fma((-slope * LOG2E)[:, None], away, scores)
     return scores

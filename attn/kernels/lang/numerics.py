@@ -67,6 +67,17 @@ def saturate_to(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def product(x, y):
+    """``x * y`` in fp32, rounded. No sum behind it is merged with it into one fma.
+
+    A compiler may merge a product and a sum, and round once, in one kernel and not in another.
+    Where two kernels must agree bit for bit, such a product is written so. This fma costs what a
+    product costs, and no compiler may drop its 0, which turns -0 into 0.
+    """
+    return tl.fma(x, y, 0.0)
+
+
+@triton.jit
 def divide(x, y):
     """IEEE fp32 quotient, rounded once; a plain ``/`` is only approximate on a GPU."""
     return tl.div_rn(x, y)

@@ -1,0 +1,71 @@
+"""Batch invariance on a GPU: a token has the same bits however its prompt is cut into chunks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from specs.dtypes import CacheDType, DType
+from tests.dense.chunked import Prompt, Rows, Setup, differing
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+GQA = Setup(heads=(32, 8, 128))
+LAYERS = {
+    "64": replace(GQA, heads=(32, 8, 64)),
+    "96": replace(GQA, heads=(32, 8, 96)),
+    "128": GQA,
+    "256": replace(GQA, heads=(16, 8, 256)),
+    "fp16": replace(GQA, heads=(8, 1, 128), dtype=DType.FLOAT16),
+    # A verify of 16 heads has 64 rows, whose products are by warp group on Hopper.
+    "tall": replace(GQA, heads=(16, 1, 128)),
+    "192": replace(GQA, heads=(16, 8, 192)),
+    "256 window and cap": replace(GQA, heads=(16, 8, 256), window=1000, soft_cap=30.0),
+    "256 groups": replace(GQA, heads=(16, 8, 256), keys=30000),
+    "window": replace(GQA, window=1000),
+    "narrow window and sinks": replace(GQA, heads=(32, 8, 64), window=100, sinks=True),
+    "chunk": replace(GQA, chunk=4096),
+    "cap and sinks": replace(GQA, soft_cap=30.0, sinks=True),
+    "alibi": replace(GQA, alibi=True),
+    "fp8": replace(GQA, cache_dtype=CacheDType.FP8),
+    "groups": replace(GQA, keys=30000),
+    "octaves": replace(GQA, heads=(8, 1, 128), keys=150000, max_len=160000),
+}
+
+
+def part(rows: Rows, start: int, stop: int) -> Rows:
+    return rows[0][start:stop], rows[1][start:stop]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_decodes_verifies_and_chunks_have_the_bits_of_the_whole_prompt(layer: str) -> None:
+    prompt = Prompt(LAYERS[layer], DEVICE)
+    last = prompt.setup.queries
+    whole = prompt.rows(0, last)
+    assert differing(whole, whole) == 0
+    for size, start in ((1, last - 40), (4, last - 100), (7, 300), (64, 0), (300, 0)):
+        found = prompt.in_chunks(size, start)
+        assert differing(found, part(whole, start, last)) == 0, size
+
+
+@pytest.mark.parametrize("layer", ["64", "128", "256"])
+def test_a_prompt_of_8192_tokens_has_the_bits_of_its_decodes(layer: str) -> None:
+    prompt = Prompt(replace(LAYERS[layer], keys=8192, queries=8192, max_len=16384), DEVICE)
+    whole = prompt.rows(0, 8192)
+    assert differing(prompt.in_chunks(2048), whole) == 0
+    for start in (0, 511, 512, 4000, 8150):
+        found = prompt.in_chunks(1, start, start + 20)
+        assert differing(found, part(whole, start, start + 20)) == 0, start
+
+
+@pytest.mark.parametrize("layer", ["128", "window", "groups"])
+def test_other_requests_of_the_step_change_no_bit(layer: str) -> None:
+    prompt = Prompt(LAYERS[layer], DEVICE)
+    whole = prompt.rows(0, 600)
+    for turn in range(20):
+        others = ((1, 8000 - 97 * turn), (50, 5000), (1 + turn, 900 + turn))[: 1 + turn % 3]
+        assert differing(prompt.rows(0, 600, others), whole) == 0, turn
+        assert differing(prompt.rows(599, 600, others * 3), part(whole, 599, 600)) == 0, turn
