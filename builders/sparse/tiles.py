@@ -285,7 +285,7 @@ class IndexTile:
     hopper_rows: int = 0
     """Most rows of queries that a program of the Hopper kernel scores over gathered keys; 0 gives
     all rows to the portable kernel. The Hopper kernel multiplies e4m3 as e4m3."""
-    hopper_stages: int = 8
+    hopper_stages: int = 4
     """Rows of queries that are under way in the Hopper kernel, a power of two, at least 2."""
     hopper_at_once: int = 4
     """Rows of queries whose products follow each other without a pause in the Hopper kernel."""
