@@ -137,6 +137,14 @@ class SparseImpl(LatentImpl):
         buffer: torch.Tensor = mine.indexer.topk_indices_buffer
         return buffer
 
+    @topk_indices_buffer.setter
+    def topk_indices_buffer(self, buffer: torch.Tensor) -> None:
+        """Read ``buffer`` from now on, whatever the indexer's own is.
+
+        vLLM 0.33 gives the layers of HYV4's draft models the target's buffer in this way.
+        """
+        self.indexer = _SharedLists(buffer)
+
     def record_logical_topk_ready(self) -> None:
         """Do nothing: lists are read in the order of the stream. Only vLLM 0.33 calls this."""
 

@@ -169,6 +169,23 @@ def test_a_buffer_that_an_indexer_gets_later_is_the_one_that_is_read(
     expected_rows(sequences, NARROW, [30], [30]).assert_is(output)
 
 
+def test_a_buffer_that_is_given_to_the_impl_is_read_in_place_of_the_indexer_s(
+    runner_of: Callable[..., SparseRunner],
+) -> None:
+    """vLLM 0.33 gives it to the impls of HYV4's drafts, which are no modules."""
+    runner = runner_of()
+    indexer, impl = runner.indexer, runner.layer.impl
+    given = torch.full_like(indexer.topk_indices_buffer, WILD)
+    impl.topk_indices_buffer = given
+    assert impl.topk_indices_buffer is given
+    sequences = Sequences.random((30,), NARROW, runner.dtype)
+    indexer.fill(sequences.of_step([30], [30]))
+    given.copy_(indexer.topk_indices_buffer)
+    indexer.topk_indices_buffer.fill_(WILD)
+    output = runner.step(sequences.tokens(), [30], [30])
+    expected_rows(sequences, NARROW, [30], [30]).assert_is(output)
+
+
 def test_draft_steps_are_planned_anew_in_place(runner_of: Callable[..., SparseRunner]) -> None:
     runner = runner_of(prepare=with_drafts)
     sequences = Sequences.random((40, 33), NARROW, runner.dtype)
