@@ -246,8 +246,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for option, path in (("--json", asked.json), ("--out", asked.out)):
             check_writable(option, path)
         if asked.render:
-            found = [read_results(ContinuousResults, path, "results") for path in asked.render]
-            runs = joined(found)
+            runs = joined(
+                [read_results(ContinuousResults, path, "results") for path in asked.render]
+            )
         else:
             require_gpu("continuous")
             _require_transformers()
