@@ -1,5 +1,6 @@
 """The attention function against float64, and the faults that these tests must see."""
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -182,4 +183,8 @@ def test_a_fault_in_a_continuous_batch_is_seen(fault, monkeypatch, block_tables)
     PACKED_FAULTS[fault](monkeypatch)
     model = make_model("llama")
     model.set_attn_implementation("attn")
-    assert continuously(model, prompts()) != expected("llama")
+    found = None
+    # A fault may end the batch with an error.
+    with contextlib.suppress(RuntimeError):
+        found = continuously(model, prompts())
+    assert found != expected("llama")

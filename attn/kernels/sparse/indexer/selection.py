@@ -228,6 +228,31 @@ def _list_row(
         _store_listed(at, taken, place, token, out, positions, table, offsets_ptr, BLOCK_SIZE)
 
 
+@triton.jit
+def _list_in_smallest(
+    row, length, wanted, token, out, positions, table, offsets_ptr, TILE: tl.constexpr,
+    SHORT: tl.constexpr, BLOCK_SIZE: tl.constexpr, VECTOR: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """List a row in the smallest of TILE, TILE / 2 and so on that holds it, SHORT at least."""
+    # Nested branches: Triton cannot join a constexpr and a comparison by "and".
+    if TILE // 2 >= SHORT:
+        if length <= TILE // 2:
+            _list_in_smallest(
+                row, length, wanted, token, out, positions, table, offsets_ptr, TILE // 2, SHORT,
+                BLOCK_SIZE, VECTOR, WARPS,
+            )  # fmt: skip
+        else:
+            _list_row(
+                row, length, wanted, token, out, positions, table, offsets_ptr, TILE,
+                BLOCK_SIZE, VECTOR, WARPS,
+            )  # fmt: skip
+    else:
+        _list_row(
+            row, length, wanted, token, out, positions, table, offsets_ptr, TILE,
+            BLOCK_SIZE, VECTOR, WARPS,
+        )  # fmt: skip
+
+
 @triton.jit(
     do_not_specialize=["logits_row", "table_row", "out_row"],
     do_not_specialize_on_alignment=[
@@ -259,8 +284,8 @@ def select_topk_kernel(
     ``(T,)``.
 
     Among equal logits the lower positions are taken; NaN counts as less than every number. A row is
-    kept in registers, in the smallest of MOST / 4, MOST / 2 and MOST logits that is enough, but in
-    no fewer than SHORT. A table turns positions into slots, an offset moves them.
+    kept in registers, in the smallest of MOST, MOST / 2 and so on that is enough, but in no fewer
+    than SHORT. A table turns positions into slots, an offset moves them.
 
     Shapes: logits ``[T, *]`` fp32, of which no row has more than MOST, out ``[T, TOPK]``, lens,
     offsets and out lens ``[T]``, positions ``[T, *]`` in rows as far apart as logits, or None where
@@ -291,37 +316,9 @@ def select_topk_kernel(
         _store_listed(
             place, place < length, place, token, out, positions, table, offsets_ptr, BLOCK_SIZE
         )  # fmt: skip
-    # Nested branches: Triton cannot join a constexpr and a comparison by "and".
-    elif MOST // 4 >= SHORT:
-        if length <= MOST // 4:
-            _list_row(
-                row, length, wanted, token, out, positions, table, offsets_ptr, MOST // 4,
-                BLOCK_SIZE, VECTOR, WARPS,
-            )  # fmt: skip
-        elif length <= MOST // 2:
-            _list_row(
-                row, length, wanted, token, out, positions, table, offsets_ptr, MOST // 2,
-                BLOCK_SIZE, VECTOR, WARPS,
-            )  # fmt: skip
-        else:
-            _list_row(
-                row, length, wanted, token, out, positions, table, offsets_ptr, MOST,
-                BLOCK_SIZE, VECTOR, WARPS,
-            )  # fmt: skip
-    elif MOST // 2 >= SHORT:
-        if length <= MOST // 2:
-            _list_row(
-                row, length, wanted, token, out, positions, table, offsets_ptr, MOST // 2,
-                BLOCK_SIZE, VECTOR, WARPS,
-            )  # fmt: skip
-        else:
-            _list_row(
-                row, length, wanted, token, out, positions, table, offsets_ptr, MOST,
-                BLOCK_SIZE, VECTOR, WARPS,
-            )  # fmt: skip
     else:
-        _list_row(
-            row, length, wanted, token, out, positions, table, offsets_ptr, MOST,
+        _list_in_smallest(
+            row, length, wanted, token, out, positions, table, offsets_ptr, MOST, SHORT,
             BLOCK_SIZE, VECTOR, WARPS,
         )  # fmt: skip
     if out_lens_ptr is not None:
