@@ -294,7 +294,7 @@ class IndexTile:
     kernels of their own, with fewer registers."""
     select_long: int = 16384
     """Most logits of a row that one program selects from, a power of two; longer rows are cut into
-    segments of as many. It is more where lists have more than a quarter of as many entries."""
+    segments of as many. Segments of long lists are longer, see :meth:`segment_of`."""
     select_warps: int = 4
     """Warps of a program that selects from a short row."""
     select_long_warps: int = 8

@@ -149,10 +149,13 @@ def render_markdown(results: Sequence[ContinuousResults]) -> str:
 
 
 def _when(run: ContinuousResults) -> str:
-    found = next((one.environment for one in run.measured if one.seconds), {})
+    measured = [one.environment for one in run.measured if one.seconds]
+    found = measured[0] if measured else {}
+    # Contenders may have been measured one by one.
+    commits = dict.fromkeys(one.get("commit", "unknown") for one in measured)
     return (
         f"- Transformers {found.get('transformers', 'unknown')}: {found.get('date', 'no date')}, "
-        f"commit {found.get('commit', 'unknown')}; torch {found.get('torch', 'unknown')}, triton "
+        f"commit {', '.join(commits) or 'unknown'}; torch {found.get('torch', 'unknown')}, triton "
         f"{found.get('triton', 'unknown')}."
     )
 
@@ -179,7 +182,7 @@ def _table(results: Sequence[ContinuousResults]) -> str:
                     _version(run),
                     words,
                     f"{one.tokens_per_s:,.0f}",
-                    f"{one.spread:.1%}".replace("%", " %"),
+                    f"{one.spread:.1%}".replace("%", " %") if one.seconds[1:] else "one round",
                     ratio,
                     logits,
                     "" if reference in (None, one) else _same(one, reference),

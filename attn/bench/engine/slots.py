@@ -474,7 +474,8 @@ def page(results: Mapping[str, Any]) -> str:
         "",
         f"{dates}, commit {commits}; torch {torches}, triton {tritons}.",
         "",
-        f"CUDA graphs are on, pages have {PAGE_SIZE} tokens.",
+        f"CUDA graphs are on, pages have {PAGE_SIZE} tokens. Engines are processes that ran side",
+        "by side on the GPUs of one machine; engines of the speed table had a GPU for themselves.",
         f"`{OURS}` is this library's backend, the others are SGLang's own.",
         "",
     ]

@@ -285,7 +285,8 @@ def fold_into_slot(total, m, l, new, stored, scratch, DECODE: tl.constexpr):
     """
     slot = tl.program_id(0) + tl.num_programs(0)
     row = tl.arange(0, total.m.shape[0])
-    # Threads load what other threads stored. Triton does not pipeline a loop with a barrier of its.
+    # Threads load what other threads stored. Triton pipelines no loop that holds
+    # one of its own barriers.
     slot = barrier_and(slot, DECODE)
     # The compiler does not know how the scratch is aligned.
     at = scratch.states_ptr + slot.to(tl.int64) * (scratch.USED * scratch.WIDTH)
