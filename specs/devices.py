@@ -138,6 +138,11 @@ class GpuFacts:
         """True for an NVIDIA GPU, False for ROCm."""
         return self.kind is not DeviceKind.ROCM
 
+    @property
+    def converts_float8(self) -> bool:
+        """True for a GPU with instructions that convert e4m3; elsewhere kernels use integers."""
+        return self.is_nvidia and self.kind not in (DeviceKind.CPU, DeviceKind.SM80)
+
     def programs(self, needed: int) -> int:
         """Programs that fit on one multiprocessor at the same time, by their shared memory.
 

@@ -6,6 +6,8 @@ from functools import cache
 
 import torch
 
+from builders.device import device_facts
+
 
 def has_kernel(rows: torch.Tensor) -> bool:
     """True where kernels can take these rows: on a GPU, or interpreted on a CPU; not float64."""
@@ -27,6 +29,4 @@ def _interprets() -> bool:
 @cache
 def converts_float8(device: torch.device) -> bool:
     """True where the GPU has instructions for e4m3; elsewhere kernels convert by integers."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 9)
+    return device.type == "cuda" and device_facts(device).converts_float8

@@ -286,6 +286,9 @@ class Compiler:
         except Exception as error:
             return Facts(error=_first_line(error))
         ptx = compiled.asm["ptx"]
+        if "ret;" not in ptx:
+            # LLVM made a trap of a kernel that Triton had no tensor memory for.
+            return Facts(error="the kernel is a trap")
         products = ptx.count("wgmma.mma_async")
         reads_code = is_gluon or is_invariant or products
         sass = _disassembled(compiled.asm["cubin"]) if reads_code else ""

@@ -32,6 +32,7 @@ from builders.pages.lists import RequestPlaces, launch_page_list
 from builders.pages.phase_tables import PhaseTable, StepRows, launch_tables
 from builders.sparse.rows import RowLengths, launch_context, launch_rows
 from specs.cache_write import Rotation, UnrotatedLatents
+from specs.devices import ComputeCapability, GpuFacts
 from specs.layouts import KVViews
 from tests.compile.compile_matrix import Compiler
 from tests.compile.variants import TARGETS
@@ -52,14 +53,16 @@ def step_calls(target: int, max_num_seqs: int = 8) -> dict[str, KernelCall]:
     """
     numbers: dict[str, Iterator[int]] = {}
     found = {}
-    for call in (*_row_calls(target >= 89), *_page_calls(max_num_seqs)):
+    gpu = GpuFacts.of(ComputeCapability(major=target // 10, minor=target % 10), 100)
+    for call in (*_row_calls(gpu), *_page_calls(max_num_seqs)):
         name = call.kernel.__name__
         found[f"{name} {next(numbers.setdefault(name, count(1)))}"] = call
     return found
 
 
-def _row_calls(hardware: bool) -> Iterator[KernelCall]:
+def _row_calls(gpu: GpuFacts) -> Iterator[KernelCall]:
     """Kernels that copy, clear, quantise or expand rows of queries, keys and values."""
+    hardware = gpu.converts_float8
     tokens, heads, rank = _TOKENS, _HEADS, _RANK
     bf16: Any = {"dtype": torch.bfloat16}
     nope = torch.zeros(heads, tokens, rank, **bf16).transpose(0, 1)
@@ -102,14 +105,14 @@ def _row_calls(hardware: bool) -> Iterator[KernelCall]:
     yield from calls
     starts = torch.zeros(2, dtype=torch.int32)
     paged = PagedRows(torch.zeros(1, 4, dtype=torch.int32), starts[:1], starts[:1], 64, starts)
-    keys, values = torch.zeros(64, 16, 192, **bf16), torch.zeros(64, 16, 128, **bf16)
-    weights = torch.zeros(rank, 16, 128, **bf16)
-    yield expand_call(
-        *(*cache, weights, weights, KVViews(keys, values)),
-        paged=paged,
-        scale=scales[0],
-        hardware_e4m3=hardware,
-    )
+    # Heads of DeepSeek-V3 and of GLM-5, from a cache in e4m3 and from rows of the model's type.
+    for nope, size_v in ((128, 128), (192, 256)):
+        into = KVViews(
+            torch.zeros(64, 16, nope + _ROPE, **bf16), torch.zeros(64, 16, size_v, **bf16)
+        )
+        weights = torch.zeros(rank, 16, nope, **bf16), torch.zeros(rank, 16, size_v, **bf16)
+        yield expand_call(*cache, *weights, into, paged=paged, scale=scales[0], gpu=gpu)
+        yield expand_call(rows[:, :rank], rows[:, rank:], *weights, into, gpu=gpu)
 
 
 def _page_calls(most: int) -> list[KernelCall]:

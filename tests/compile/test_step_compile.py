@@ -36,6 +36,7 @@ def test_every_launch_compiles_and_fits(compiled: ByTarget, target: int) -> None
     for name, facts in compiled[target].items():
         assert facts.error == "", name
         assert facts.registers > 0, name
+        assert facts.spills == 0, name
         assert facts.shared <= limit_of(target), name
 
 

@@ -10,11 +10,11 @@ import torch
 from attn.impls.base import MLAAttentionImpl, check_scale
 from attn.impls.viewed import ViewedCache
 from attn.ops.cache import rope_and_write_kv, write_kv
-from attn.ops.dispatch import converts_float8
 from attn.ops.gather import gather_paged
 from attn.ops.merge import merge_states
 from builders.checks.debug import debug_enabled
 from builders.checks.tensors import check_expanded, check_latent_rows
+from builders.device import device_facts
 from builders.latent.prefill import PAGE, LatentContext, LatentPrefill, check_head_pair
 from builders.pages.paging import check_slots
 from specs.cache_write import CacheTarget, Rotation
@@ -274,11 +274,9 @@ class LatentImpl(MLAAttentionImpl):
         from attn.kernels.latent.expand import expand_call
         from builders.launch.launcher import launch
 
-        hardware = converts_float8(latent.device)
         flat = KVViews(into.key.flatten(0, -3), into.value.flatten(0, -3))
-        launch(
-            expand_call(latent, rope, self.W_UK, self.W_UV, flat, hardware_e4m3=hardware, **rows)
-        )
+        gpu = device_facts(latent.device)
+        launch(expand_call(latent, rope, self.W_UK, self.W_UV, flat, gpu=gpu, **rows))
 
     def _workspace(self, like: torch.Tensor, *rows: int) -> KVViews:
         """Allocate room for expanded keys ``[*rows, H, P + r]`` and values ``[*rows, H, V]``."""
