@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from attn.kernels.latent.hopper_wide.fold import fold_cuts_kernel
+from attn.kernels.latent.hopper_wide.launch import SLICE
 from attn.testing.batches import is_poison, poisoned
 from builders.latent.choice import KV_TILE
 from builders.splitkv.host_twin import HostPlan, SplitRules, plan_rows
 from builders.splitkv.tiles import SplitTile
 from specs.base import cdiv, power_of_two
 
-SLICE, WIDTH = 8, 512
+WIDTH = 512
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
