@@ -140,8 +140,10 @@ class SplitPlan:
     """``[groups * heads * (1 + head_loops)]`` int32, zero between launches.
 
     One counter per program is for the work item in whose middle the program starts: how many of its
-    segments have arrived. One more per program and head loop is for the tokens in the middle of
-    whose keys the program starts: how many of their segment groups have arrived."""
+    segments have arrived. Its higher bits may say in which slots states lie
+    (:mod:`attn.kernels.latent.hopper_narrow.finish`). One more per program and head loop is for the
+    tokens in the middle of whose keys the program starts: how many of their segment groups have
+    arrived."""
     states: torch.Tensor
     """fp32 scratch: outputs of segments and segment groups that are not folded yet."""
     sums: torch.Tensor

@@ -288,6 +288,42 @@ def test_one_program_has_all_of_a_row_or_many_a_part_each(
     assert launched.pop().grid == (programs,)
 
 
+def outputs(lens: tuple[int, ...], cache_dtype: CacheDType) -> torch.Tensor:
+    """Output and LSE of a decode, which are checked."""
+    case = LatentCase(
+        BatchSpec("n", (1,) * len(lens), lens), 3, DType.FLOAT16, cache_dtype, block_size=64
+    )
+    trial = LatentTrial(TritonMLABackend, case, CPU)
+    trial.write()
+    record = trial.build(trial.builder())
+    # No slot is read that this step did not fill.
+    record.decode.split.states.fill_(float("nan"))
+    record.decode.split.sums.fill_(float("nan"))
+    results = trial.attend(record, trial.inputs, trial.cache())
+    result = CaseResult()
+    trial.judge(results, record, result)
+    assert result.findings == {}
+    assert not record.decode.split.counters.any()
+    return torch.cat([results["latent"].float(), results["lse"][..., None]], -1)
+
+
+@pytest.mark.parametrize("cache_dtype", [CacheDType.AUTO, CacheDType.FP8_E4M3])
+def test_bits_do_not_depend_on_where_programs_begin(
+    cache_dtype: CacheDType, launched: list[KernelCall], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Segments are folded by blocks, which programs have whole, in part, or segment by segment."""
+    found = []
+    for programs in (1, 2, 7):
+        facts = hopper(programs)
+        monkeypatch.setattr(
+            builders.latent.triton_mla, "device_facts", lambda device, facts=facts: facts
+        )
+        found.append(outputs((8000,), cache_dtype))
+        assert launched.pop().grid == (programs,)
+    for other in found[1:]:
+        assert torch.equal(other, found[0])
+
+
 @pytest.mark.parametrize("cache_dtype", [CacheDType.AUTO, CacheDType.FP8_E4M3])
 @pytest.mark.parametrize("batch", ["keyless_rows", "padding_rows"])
 def test_it_keeps_all_that_is_promised(

@@ -192,6 +192,10 @@ class NarrowRoom:
     """``[16, 8]`` fp32, the maximum of each row in each warp."""
     turned: gl.shared_memory_descriptor
     """``[16, KV_TILE]``, weights on their way to the layout of an operand."""
+    prefix: gl.shared_memory_descriptor
+    """``[1, 16, 512]`` fp32, the fold of a part's blocks of segments."""
+    prefix_sums: gl.shared_memory_descriptor
+    """``[2, 16]`` fp32, maxima and sums of that fold."""
 
 
 @aggregate

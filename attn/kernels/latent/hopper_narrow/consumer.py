@@ -13,7 +13,6 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from attn.kernels.dense.hopper_decode.finish import (
-    arrive_and_fold,
     fold_states,
     lending_group_of,
     place_of,
@@ -25,8 +24,10 @@ from attn.kernels.dense.hopper_decode.parts import FIELDS, load_work_item, share
 from attn.kernels.dense.hopper_prefill.scheduler import wide
 from attn.kernels.dense.tile import power_of_two_guard
 from attn.kernels.lang.compat import thread_barrier
+from attn.kernels.lang.opaque import opaque_zero
 from attn.kernels.lang.packed import e4m3_planes
 from attn.kernels.lang.structures import Head, State
+from attn.kernels.latent.hopper_narrow.finish import BLOCK, arrive_and_fold
 from attn.kernels.latent.structures import KeptQueries, NarrowState, causal_bounds
 from builders.splitkv.device.segments import segment_of, segment_start
 
@@ -299,13 +300,16 @@ def _load_head(work, query, cache, room, plan, tile):
 
 
 @gluon.jit
-def _attend(work, head, kept, bounds, first_part, slots, turn, ring, room, plan, tile):
-    """Attend to the segments of a part.
+def _attend(work, head, kept, bounds, slots, turn, ring, room, plan, tile):
+    """Attend to the segments of a part, whose states are folded by blocks.
 
-    A part that begins with its row's first segment has one state, which is returned. Another part
-    stores the state of each segment in its slot. Slot ``slots`` is for the row's first segment,
-    whose number is ``first_part``. Also returns the number of tiles that the program has walked so
-    far, which was ``turn`` before.
+    :mod:`attn.kernels.latent.hopper_narrow.finish` explains blocks, and where their states go. The
+    fold of the blocks of a part that begins with its row's first segment is kept in shared memory,
+    in the layout in which it is needed again: registers hold two states.
+
+    Returns:
+        The state of a part that begins with its row's first segment, for slot 0; and the number of
+        tiles walked so far, which was ``turn`` before.
     """
     SUMS: gl.constexpr = gl.SliceLayout(1, tile.OUTPUT)
     zero = gl.zeros([16, tile.SIZE // 4], gl.float32, tile.OUTPUT)
@@ -314,8 +318,8 @@ def _attend(work, head, kept, bounds, first_part, slots, turn, ring, room, plan,
         l=_sum_of_own(gl.zeros([16, ring.KV_TILE], gl.float32, tile.OUTPUT)),
         left0=zero, left1=zero, right0=zero, right1=zero,
     )  # fmt: skip
-    # The state of all segments is kept as three values, not as a structure. A loop carries values
-    # in the order in which they are first named, and another order would give other PTX.
+    # The state of a block is kept as three values, not as a structure. A loop carries values in the
+    # order in which they are first named, and another order would give other PTX.
     A = _joined(nothing, tile.E4M3)
     STATE: gl.constexpr = A.type.layout
     M = gl.full([16], float("-inf"), gl.float32, gl.SliceLayout(1, STATE))
@@ -332,14 +336,45 @@ def _attend(work, head, kept, bounds, first_part, slots, turn, ring, room, plan,
         for key_tile in range(from_tile, to_tile):
             state = _tile(key_tile, turn, state, kept, head.natural, bounds, ring, room, tile)
             turn += 1
-        m = gl.convert_layout(state.m * head.natural, gl.SliceLayout(1, STATE))
+        # A product would be contracted with the difference that the fold takes of it, unrounded,
+        # and then a state that is stored and loaded again would give other bits.
+        m = gl.fma(state.m, head.natural, gl.zeros([16], gl.float32, SUMS))
+        m = gl.convert_layout(m, gl.SliceLayout(1, STATE))
         total = gl.convert_layout(gl.sum(state.l, 1), gl.SliceLayout(1, STATE))
         of_segment = State(m=m, l=total, acc=_joined(state, tile.E4M3))
-        if work.begin > 0:
-            store_state(plan, slots + s - first_part, of_segment, tile, 0)
-        else:
-            folded = fold_states(State(m=M, l=L, acc=A), of_segment)
-            M, L, A = folded.m, folded.l, folded.acc
+        # These are loaded here instead of being kept in registers during the loop over tiles.
+        part = s - gl.load(work.fields + 8)
+        parts = gl.load(work.fields + 9)
+        block = part // BLOCK * BLOCK
+        # The fold of a block begins with its first segment. Where another program has that one,
+        # the states of segments are stored one by one.
+        is_own = block >= work.begin
+        folded = fold_states(State(m=M, l=L, acc=A), of_segment)
+        M, L, A = folded.m, folded.l, folded.acc
+        is_done = (part - block == BLOCK - 1) | (part + 1 == parts)
+        if (s + 1 == unseen) | is_done | (is_own == 0):
+            if (work.begin == 0) & (is_done | (block == 0)):
+                if block > 0:
+                    before = State(
+                        m=room.prefix_sums.index(opaque_zero()).load(gl.SliceLayout(1, STATE)),
+                        l=room.prefix_sums.index(opaque_zero() + 1).load(gl.SliceLayout(1, STATE)),
+                        acc=room.prefix.index(opaque_zero()).load(STATE),
+                    )
+                    folded = fold_states(before, State(m=M, l=L, acc=A))
+                    M, L, A = folded.m, folded.l, folded.acc
+                room.prefix_sums.index(opaque_zero()).store(M)
+                room.prefix_sums.index(opaque_zero() + 1).store(L)
+                room.prefix.index(opaque_zero()).store(A)
+            else:
+                slot = gl.where(is_own, block, part)
+                store_state(plan, slots + slot, State(m=M, l=L, acc=A), tile, opaque_zero())
+            M = gl.full([16], float("-inf"), gl.float32, gl.SliceLayout(1, STATE))
+            L = gl.zeros([16], gl.float32, gl.SliceLayout(1, STATE))
+            A = gl.zeros([16, tile.SIZE], gl.float32, STATE)
+    if (work.begin == 0) & (unseen > seen):
+        M = room.prefix_sums.index(opaque_zero()).load(gl.SliceLayout(1, STATE))
+        L = room.prefix_sums.index(opaque_zero() + 1).load(gl.SliceLayout(1, STATE))
+        A = room.prefix.index(opaque_zero()).load(STATE)
     return State(m=M, l=L, acc=A), turn
 
 
@@ -358,7 +393,7 @@ def _write_or_store(is_all, work, head, state, lending_group, plan, out, tile):
         wanted = (place < count * tile.TILE_HEADS) & (heads < tile.GROUP)
         write_state(state, at, heads, wanted, column, head.v_factor, out)
     else:
-        arrive_and_fold(work, head, state, lending_group, plan, out, tile, 0, _WARPS)
+        arrive_and_fold(work, head, state, lending_group, plan, out, tile)
 
 
 @gluon.jit
@@ -370,7 +405,6 @@ def consume_narrow(query, cache, ring, room, plan, mask, out, tile):
     for r in range(first_row, past_row):
         work = load_work_item(r, lane, mine, fields, begin, mask, ring.KV_TILE, plan.SEGMENT_UNIT)
         if work.end > work.begin:
-            first_part = gl.load(fields + 8)
             head, kept = _load_head(work, query, cache, room, plan, tile)
             bounds = causal_bounds(work.first, work.kv_len, tile)
             parts = gl.load(fields + 9)
@@ -379,9 +413,7 @@ def consume_narrow(query, cache, ring, room, plan, mask, out, tile):
             if not is_all:
                 lending_group = lending_group_of(place_of(fields, r % plan.HEAD_LOOPS, 0), plan)
             slots = slots_of(work, lending_group, plan)
-            state, turn = _attend(
-                work, head, kept, bounds, first_part, slots, turn, ring, room, plan, tile
-            )
+            state, turn = _attend(work, head, kept, bounds, slots, turn, ring, room, plan, tile)
             _write_or_store(is_all, work, head, state, lending_group, plan, out, tile)
         begin = 0
         fields = plan.rows_ptr + wide(((r + 1) // plan.HEAD_LOOPS) * FIELDS)

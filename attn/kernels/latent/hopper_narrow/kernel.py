@@ -5,9 +5,11 @@ cache is e4m3 or the layer asks for batch invariance.
 
 **Products by warp.** Each warp multiplies by itself (``mma_v2``). A product of a warp group would
 compute 64 rows for 16, and its state would be as large, which leaves no room for a second state.
-Here registers hold two: the state of the current segment, and the folded state of all segments
-before it. Work items are cut and folded like those of :mod:`attn.kernels.dense.decode`, so the bits
-of a work item do not depend on the batch.
+Here registers hold two: the state of the current segment, and the folded state of the segments
+before it in its block of four. Shared memory holds the folded state of all blocks before that.
+Work items are cut like those of :mod:`attn.kernels.dense.decode`, and folded as
+:mod:`attn.kernels.latent.hopper_narrow.finish` says, so the bits of a work item do not depend on
+the batch.
 
 **e4m3.** A latent row of e4m3 is 512 bytes of latent and 64 bytes of rotary key, half of a 16-bit
 row. Bytes are converted exactly to fp16 in registers, on their way into an operand: once along
@@ -229,6 +231,11 @@ def hopper_mla_narrow_kernel(
     )
     TURNED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     turned = gl.allocate_shared_memory(COMPUTE, [16, KV_TILE], TURNED)
+    # The fold of a part's blocks of segments, which registers have no room for.
+    PREFIX: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    prefix = gl.allocate_shared_memory(gl.float32, [1, 16, 512], PREFIX)
+    SUMS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    prefix_sums = gl.allocate_shared_memory(gl.float32, [2, 16], SUMS)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for s in gl.static_range(STAGES):
@@ -248,8 +255,9 @@ def hopper_mla_narrow_kernel(
         ROW_BYTES=576 if E4M3 else 1152, KV_TILE=KV_TILE, RUN=RUN,
     )  # fmt: skip
     room = NarrowRoom(
-        q_left=q_left, q_right=q_right, q_rope=q_rope, exchange=exchange, turned=turned
-    )
+        q_left=q_left, q_right=q_right, q_rope=q_rope, exchange=exchange, turned=turned,
+        prefix=prefix, prefix_sums=prefix_sums,
+    )  # fmt: skip
     gl.warp_specialize(
         [
             (consume_narrow, (query, cache, ring, room, plan, mask, out, tile)),

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 FINISH_CELLS = 2048
 """Elements of a state that the program which finishes a work item folds at a time."""
 SLICE = 4
-"""Query rows of a cut work item that one program folds."""
+"""Query rows of a work item in two parts that one program folds."""
 UNIT_BYTES = 16
 """Bytes that a thread loads at a time."""
 UNIT = UNIT_BYTES // 2
