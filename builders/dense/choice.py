@@ -209,7 +209,7 @@ def _tile_of_16_bits(packed: int, run: int, width: int, extra: int, is_pair: boo
     if extra and width == 64:
         return HopperTile(packed, 2, 128, width, min(run, 128), 2, 3, 240, extra)
     if extra:
-        return HopperTile(packed, 2, 64, width, min(run, 64), 1, 3, 240, extra)
+        return HopperTile(packed, 2, 64, width, min(run, 64), 2, 2, 240, extra)
     if width <= 64:
         if is_by_ptxas_13():
             # ptxas 13 spills in the loops of products if there are three warp groups.
@@ -392,12 +392,11 @@ def hopper_decode_tile(
         max_registers=registers_per_thread(8),
     )
     # A stage has room for whole boxes; what lies behind a head's last column is not loaded.
-    row = 2 * kv_tile * shape.stored_bits // 8
-    room = HOPPER_RING * 3 // 2 if used <= 16 else HOPPER_RING
+    stage = 2 * kv_tile * shape.width * shape.stored_bits // 8
     return HopperDecodeTile(
         split,
         min(block_size & -block_size, kv_tile),
-        min(HOPPER_RING // (row * shape.head_size), room // (row * shape.width)),
+        HOPPER_RING // stage,
         consumers=_consumers(shape, used),
     )
 

@@ -256,8 +256,7 @@ def hopper_prefill_kernel(
         EXTRA=EXTRA, SIZE=SIZE, KIND=KIND, DTYPE=DTYPE, VALUE=VALUE,
         SCORES=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16]),
         OUTPUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16]),
-        # For a measurement: 232 registers stand for it.
-        HELD=WIDTH + EXTRA <= 64 or REGISTERS == 232,
+        HELD=WIDTH + EXTRA <= 96,
         EXTRA_OUTPUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, max(EXTRA, 16), 16]),
     )  # fmt: skip
     scaling = Scaling(factor=factor, soft_cap=soft_cap, SOFT_CAP=SOFT_CAP)
