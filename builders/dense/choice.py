@@ -168,15 +168,13 @@ def hopper_tile(
         return refused
     if not 48 <= shape.head_size <= 256 or shape.head_size % 8:
         return f"head size {shape.head_size} is not a multiple of 8 from 48 to 256"
-    extra = 0
-    if shape.head_size != shape.head_size_v:
-        # Head sizes of expanded latent attention.
-        if (shape.head_size, shape.head_size_v, shape.stored_bits) != (192, 128, 16):
-            return (
-                f"head size {shape.head_size} is not that of values, {shape.head_size_v}, nor are "
-                "they 192 and 128 of 16 bits"
-            )
-        extra = 64
+    is_pair = shape.head_size != shape.head_size_v
+    # Head sizes of expanded latent attention.
+    if is_pair and (shape.head_size, shape.head_size_v, shape.stored_bits) != (192, 128, 16):
+        return (
+            f"head size {shape.head_size} is not that of values, {shape.head_size_v}, nor are they "
+            "192 and 128 of 16 bits"
+        )
     if asks.batch_invariant:
         return "batch invariance, for which every row has the bits of the split-KV kernel"
     refused = refusal_of(asks)
@@ -191,16 +189,33 @@ def hopper_tile(
         if shape.width <= 128:
             return HopperTile(packed, 2, 128, 128, min(run, 128), 2, 2, 192)
         return HopperTile(packed, 2, 64, 256, min(run, 64), 1, 2, 208)
+    return _tile_of_16_bits(packed, run, *_columns(shape.head_size), is_pair)
+
+
+def _tile_of_16_bits(packed: int, run: int, width: int, extra: int, is_pair: bool) -> HopperTile:
+    """The Hopper prefill kernel's tile over keys and values of 16 bits.
+
+    Args:
+        packed: query heads of a tile.
+        run: consecutive tokens of a page, or more than a tile has.
+        width: columns of the first product.
+        extra: columns of the second product, or 0.
+        is_pair: values have the columns of the first product only.
+    """
     # Measured: narrow heads are fastest with 192 query rows. Wide heads have large accumulators, so
     # their tiles have fewer keys.
+    if is_pair:
+        return HopperTile(packed, 2, 128, width, min(run, 128), 1, 2, 240, extra)
+    if extra and width == 64:
+        return HopperTile(packed, 2, 128, width, min(run, 128), 2, 3, 240, extra)
     if extra:
-        return HopperTile(packed, 2, 128, 128, min(run, 128), 1, 2, 240, extra)
-    if shape.width <= 64:
+        return HopperTile(packed, 2, 64, width, min(run, 64), 2, 2, 240, extra)
+    if width <= 64:
         if is_by_ptxas_13():
             # ptxas 13 spills in the loops of products if there are three warp groups.
             return HopperTile(packed, 2, 128, 64, min(run, 128), 2, 4, 232)
         return HopperTile(packed, 3, 128, 64, min(run, 128), 2, 4, 160)
-    if shape.width <= 128:
+    if width <= 128:
         return HopperTile(packed, 2, 128, 128, min(run, 128), 2, 2, 240)
     return HopperTile(packed, 2, 64, 256, min(run, 64), 1, 2, 224)
 
@@ -242,6 +257,21 @@ def segmented_prefill_of(
         if stored is not asks.query:
             return f"the cache's elements are {stored}, the model's {asks.query}"
     return segmented_tile(shape, gpu, split)
+
+
+def _columns(head_size: int) -> tuple[int, int]:
+    """The columns of a head that the Hopper prefill kernel multiplies, in one or two products.
+
+    Returns:
+        The columns of the first product, a power of two; and those of the second, 0 where there is
+        none. Together they are fewer than the next power of two, where a head leaves a quarter of
+        that or more unused.
+    """
+    width = power_of_two(head_size)
+    rest = max(head_size - width // 2, 0)
+    extra = max(power_of_two(rest), 16) if rest else 0
+    # The second product's columns lie in one box.
+    return (width // 2, extra) if width > 64 and extra <= min(64, width // 4) else (width, 0)
 
 
 def decode_kernel_of(
@@ -325,9 +355,9 @@ def hopper_decode_tile(
     if shape.head_size != shape.head_size_v:
         return f"head size {shape.head_size} is not that of values, {shape.head_size_v}"
     is_e4m3 = shape.stored_bits == 8
-    sizes = (128, 256) if is_e4m3 else (64, 128, 256)
-    if shape.head_size not in sizes:
-        return f"head size {shape.head_size} is not one of {sizes}"
+    least = 72 if is_e4m3 else 64
+    if not least <= shape.head_size <= 256 or shape.head_size % 8:
+        return f"head size {shape.head_size} is not a multiple of 8 from {least} to 256"
     if asks.cache_dtype is CacheDType.FP8_E5M2:
         return f"a cache of {asks.cache_dtype}"
     refused = refusal_of(asks)
@@ -335,7 +365,7 @@ def hopper_decode_tile(
         return refused
     # At head size 256, two states of 64 rows do not fit a thread's registers. A cache of e4m3 is
     # dequantised in registers, while products of 64 rows read their keys from shared memory.
-    most_rows = 16 if shape.head_size == 256 or is_e4m3 else 64
+    most_rows = 16 if shape.width == 256 or is_e4m3 else 64
     head_tiles = cdiv(shape.group, most_rows)
     tile_heads = cdiv(shape.group, head_tiles)
     if tile_heads * max_query_len > most_rows:
@@ -347,7 +377,7 @@ def hopper_decode_tile(
     used = tile_heads * query_tokens
     # Tiles of 16 rows have 64 KiB of 16-bit keys and values in a stage (32 KiB at head size 64),
     # since each tile costs barriers. Fewer keys where a thread holds two states of 64 rows already.
-    kv_tile = 64 if shape.head_size == 256 or (used > 16 and shape.head_size == 128) else 128
+    kv_tile = 64 if shape.width == 256 or (used > 16 and shape.width == 128) else 128
     split = SplitTile(
         rows=16 if used <= 16 else 64,
         tile_heads=tile_heads,
@@ -361,7 +391,8 @@ def hopper_decode_tile(
         programs_per_sm=1,
         max_registers=registers_per_thread(8),
     )
-    stage = 2 * kv_tile * shape.head_size * shape.stored_bits // 8
+    # A stage has room for whole boxes; what lies behind a head's last column is not loaded.
+    stage = 2 * kv_tile * shape.width * shape.stored_bits // 8
     return HopperDecodeTile(
         split,
         min(block_size & -block_size, kv_tile),
@@ -378,7 +409,7 @@ def _consumers(shape: DenseShape, used: int) -> int:
     softmax, and where a key has few bytes. Otherwise the program waits for memory anyway; and at
     head size 256 two states would be spilled.
     """
-    if shape.head_size == 128:
+    if shape.width == 128:
         return 2 if used > 16 or shape.stored_bits == 8 else 1
     return 2 if shape.head_size == 64 and used <= 16 else 1
 

@@ -95,7 +95,7 @@ def test_a_geometry_that_it_does_not_take_is_refused_with_both_values(
 @pytest.mark.parametrize("by_13", [False, True])
 def test_boxes_of_a_tile_are_whole(by_13: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_dense, "is_by_ptxas_13", lambda: by_13)
-    groups, sizes = (1, 2, 3, 4, 6, 7, 8, 16, 64, 128), (48, 64, 80, 128, 192, 256)
+    groups, sizes = (1, 2, 3, 4, 6, 7, 8, 16, 64, 128), (48, 64, *range(72, 257, 8))
     blocks = (16, 48, 64, 128, 256, 528, 1072)
     for group, head_size, block_size, bits in product(groups, sizes, blocks, (8, 16)):
         shape = DenseShape(group * 2, 2, head_size, head_size, 2, bits)
@@ -106,13 +106,16 @@ def test_boxes_of_a_tile_are_whole(by_13: bool, monkeypatch: pytest.MonkeyPatch)
         assert tile.query_tile * tile.packed == 64 * tile.warp_groups
         assert tile.kv_tile % tile.run == 0
         assert block_size % tile.run == 0
-        assert tile.width >= head_size
-        is_narrow = tile.width == 64 and bits == 16
+        columns = tile.width + tile.extra
+        assert head_size <= columns <= shape.width
+        # Fewer columns than a quarter of the next power of two are multiplied for nothing.
+        assert bits == 8 or columns - head_size <= max(16, shape.width // 4 - 8)
+        is_narrow = columns == 64 and bits == 16
         assert tile.warp_groups == (3 if is_narrow and not by_13 else 2)
         # Shared memory holds keys, values and queries, and beside them barriers and the output.
         rows = 2 * tile.num_stages * tile.kv_tile + tile.query_stages * 64 * tile.warp_groups
-        room = (215 if tile.width > 64 else 224) * 1024
-        assert rows * tile.width * 2 <= room
+        room = (215 if columns > 64 else 224) * 1024
+        assert rows * columns * 2 <= room
 
 
 @pytest.mark.parametrize(

@@ -56,11 +56,11 @@ SHAPE = DenseShape(32, 8, 128, 128, 2, 16)
         (replace(SHAPE, stored_bits=4), DeviceKind.SM90, 16, 1, "4 bits, not 8 or 16"),
         (replace(SHAPE, head_size_v=64), DeviceKind.SM90, 16, 1, "128 is not that of values, 64"),
         (
-            replace(SHAPE, head_size=96, head_size_v=96),
+            replace(SHAPE, head_size=264, head_size_v=264),
             DeviceKind.SM90,
             16,
             1,
-            "head size 96 is not one of (64, 128, 256)",
+            "head size 264 is not a multiple of 8 from 64 to 256",
         ),
         (SHAPE, DeviceKind.SM90, 8, 1, "block size 8 is not a multiple of 16"),
         (SHAPE, DeviceKind.SM90, 0, 1, "there are no pages"),
@@ -83,9 +83,10 @@ def test_a_geometry_that_it_does_not_take_is_refused_with_both_values(
 
 
 def test_boxes_of_a_tile_are_whole_and_so_are_tiles_of_a_segment() -> None:
-    groups, sizes = (1, 2, 3, 4, 6, 7, 8, 16, 17, 64, 128), (64, 128, 256)
+    groups, sizes = (1, 2, 3, 4, 6, 7, 8, 16, 17, 64, 128), (64, 72, 80, 96, 128, 136, 192, 256)
     for group, size, block_size in product(groups, sizes, (16, 48, 64, 128, 256, 528, 1072)):
         shape = DenseShape(group * 2, 2, size, size, 2, 16)
+        width = shape.width
         for every_row in (False, True):
             asks = LayerRequirements(batch_invariant=every_row)
             tile = hopper_decode_tile(shape, DeviceKind.SM90, block_size, 1, asks)
@@ -96,14 +97,15 @@ def test_boxes_of_a_tile_are_whole_and_so_are_tiles_of_a_segment() -> None:
             assert SEGMENT % split.segment_unit == 0
             assert split.tile_heads * split.head_tiles >= group
             assert split.tile_heads * split.query_tokens <= split.rows
-            assert split.rows == 16 or (split.rows == 64 and size < 256)
+            assert split.rows == 16 or (split.rows == 64 and width < 256)
             if not every_row:
                 assert split.query_tokens == 1
-            ring = tile.num_stages * 2 * split.kv_tile * size * 2
-            assert ring == HOPPER_RING
+            loaded, ring = (tile.num_stages * 2 * split.kv_tile * n * 2 for n in (size, width))
+            assert HOPPER_RING // 2 < loaded <= HOPPER_RING
+            assert size < width or ring == HOPPER_RING
             # Beside the ring, shared memory holds both consumers' queries and the mailbox's state.
-            beside = 2 * split.rows * size * 2 + 4 * split.rows * size if tile.consumers > 1 else 0
-            assert ring + beside + 2048 <= KNOWN_DEVICES["h100"].facts.shared_memory
+            beside = 8 * split.rows * width if tile.consumers > 1 else 0
+            assert ring + beside + 10240 <= KNOWN_DEVICES["h100"].facts.shared_memory
             # A launcher knows only the plan's tokens, which must give the same tile.
             tokens = split.query_tokens
             assert hopper_decode_tile(shape, DeviceKind.SM90, block_size, tokens) == tile
@@ -380,6 +382,19 @@ LONG = {
     "d256": replace(WHOLE, heads=HEADS[256], batch=BatchSpec("d", (1, 1), (530, 33))),
     "e4m3": replace(WHOLE, cache_dtype=CacheDType.FP8, batch=BatchSpec("e", (2, 1), (600, 33))),
     "head_loops": replace(WHOLE, heads=Heads(4, 4, 64), batch=BatchSpec("f", (1, 1), (600, 33))),
+    "d192": replace(WHOLE, heads=Heads(4, 1, 192), batch=BatchSpec("g", (1, 1), (530, 33))),
+    "d80": replace(WHOLE, heads=Heads(4, 1, 80), batch=BatchSpec("h", (2, 1), (1100, 33))),
+    "d96_wide": replace(
+        WHOLE,
+        heads=Heads(4, 1, 96),
+        batch=BatchSpec("i", (9, 8), (700, 90), num_speculative_tokens=8),
+    ),
+    "d160_e4m3": replace(
+        WHOLE,
+        heads=Heads(4, 1, 160),
+        cache_dtype=CacheDType.FP8,
+        batch=BatchSpec("j", (2, 1), (600, 33)),
+    ),
 }
 
 
@@ -419,7 +434,9 @@ def test_values_that_nobody_wrote_would_show(launched: list[KernelCall]) -> None
     assert launched
 
 
-TWO = [name for name in LONG if name in ("wide", "segment_groups", "e4m3", "head_loops")]
+TWO = [
+    name for name in LONG if name in ("wide", "d96_wide", "segment_groups", "e4m3", "head_loops")
+]
 """The kinds in which two consumers share the keys."""
 
 

@@ -41,7 +41,13 @@ CASES = {
     "twice_seven": replace(WHOLE, heads=Heads(28, 4, 64)),
     "seven": replace(WHOLE, heads=Heads(7, 1, 64)),
     "d256": replace(WHOLE, heads=Heads(4, 2, 256)),
+    # Heads whose columns are multiplied in two parts: 64 or 128, and what is left.
+    "d72": replace(WHOLE, heads=Heads(4, 2, 72)),
     "d80": replace(WHOLE, heads=Heads(4, 2, 80), block_size=48),
+    "d96": replace(WHOLE, heads=Heads(4, 2, 96)),
+    "d160_sinks": replace(WHOLE, heads=Heads(4, 2, 160), feature=FEATURES["sinks"]),
+    "d192": replace(WHOLE, heads=Heads(2, 1, 192)),
+    "d192_window": replace(WHOLE, heads=Heads(2, 1, 192), feature=FEATURES["window"]),
     "expanded": replace(WHOLE, heads=Heads(2, 2, 192, 128), packing=KVPacking.PACKED),
     "expanded_encoder": replace(
         WHOLE, heads=Heads(2, 2, 192, 128), feature=FEATURES["encoder_only"], batch=WITHOUT_PAGES
@@ -74,9 +80,9 @@ def _kept(scores: Any, seen: Any) -> Any:
 
 
 @pytest.fixture
-def instead() -> dict[str, Any]:
-    """Functions that replace functions of the kernel; a test may override this."""
-    return {}
+def instead(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Functions that replace functions of the kernel; a test may give them."""
+    return getattr(request, "param", {})
 
 
 @pytest.fixture
@@ -123,7 +129,7 @@ def test_it_computes_what_it_serves(name: str, launched: list[KernelCall]) -> No
     assert call.grid == (2,)
 
 
-@pytest.mark.parametrize("name", ["causal", "seven", "d256", "fp8", "expanded"])
+@pytest.mark.parametrize("name", ["causal", "seven", "d80", "d192", "d256", "fp8", "expanded"])
 def test_what_comes_late_is_waited_for(
     name: str, launched: list[KernelCall], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,7 +169,32 @@ def test_it_computes_latent_attention_expanded(
     assert (context.arguments["BLOCK_SIZE"], context.arguments["CAUSAL"]) == (16, 0)
 
 
-@pytest.mark.parametrize("instead", [{"_clear_tail": lambda *_: None}], indirect=False)
-def test_values_that_nobody_wrote_would_show(launched: list[KernelCall]) -> None:
-    assert findings(CASES["causal"])
+def _first_columns_only(values: Any, stage: Any, live: Any) -> None:
+    """Clear a tail without the columns of the second product."""
+    runs = values.KV_TILE // values.RUN
+    run = live // values.RUN
+    for half in range(values.HALVES):
+        box = values.runs.index((stage * values.HALVES + half) * runs + run)
+        rows = box.load(None)
+        rows[live % values.RUN :] = 0
+        box.store(rows)
+
+
+NO_TAIL, HALF_A_TAIL = {"_clear_tail": lambda *_: None}, {"_clear_tail": _first_columns_only}
+
+
+@pytest.mark.parametrize(
+    ("instead", "name", "shows"),
+    [
+        (NO_TAIL, "causal", True),
+        (NO_TAIL, "d96", True),
+        (HALF_A_TAIL, "causal", False),
+        (HALF_A_TAIL, "d96", True),
+    ],
+    indirect=["instead"],
+)
+def test_values_that_nobody_wrote_would_show(
+    instead: dict[str, Any], name: str, shows: bool, launched: list[KernelCall]
+) -> None:
+    assert bool(findings(CASES[name])) == shows
     assert launched

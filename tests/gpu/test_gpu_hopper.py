@@ -51,7 +51,10 @@ SETUPS = {
     f"{heads}of{kv_heads}-d{size}": Setup(
         heads=heads, kv_heads=kv_heads, head_size=size, prefill_kernel=PrefillKernel.HOPPER
     )
-    for heads, kv_heads, size in ((8, 2, 128), (16, 2, 64), (4, 2, 256), (7, 1, 128), (2, 2, 80))
+    for heads, kv_heads, size in (
+        *((8, 2, 128), (16, 2, 64), (4, 2, 256), (7, 1, 128), (2, 2, 80), (6, 2, 96), (4, 2, 160)),
+        (2, 1, 192),
+    )
 } | {
     f"fp8-d{size}": Setup(
         head_size=size, cache_dtype=CacheDType.FP8_E4M3, prefill_kernel=PrefillKernel.HOPPER

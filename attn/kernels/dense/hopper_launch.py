@@ -151,21 +151,26 @@ class HopperVariants(ABC, Generic[Plan]):
         """
 
     def _described(
-        self, keys: torch.Tensor, values: torch.Tensor, run: int, tensors: DenseTensors
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        run: int,
+        tensors: DenseTensors,
+        columns: int = COLUMNS,
     ) -> tuple[TensorDescriptor, TensorDescriptor]:
-        """The descriptors of keys and values in boxes of ``run`` tokens.
+        """The descriptors of keys and values in boxes of ``run`` tokens and ``columns`` columns.
 
         They are kept in ``tensors.rows`` where there is one. Rows that are made for one forward
         (encoders, expanded latent rows) lie at the same addresses in the next: their descriptors
         are found by address and are not encoded anew.
         """
         kept = tensors.rows
-        found = None if kept is None else kept.described.get(run)
+        found = None if kept is None else kept.described.get((run, columns))
         if found is None:
-            box = (1, run, 1, COLUMNS)
+            box = (1, run, 1, columns)
             found = self._descriptors.of("k", keys, box), self._descriptors.of("v", values, box)
             if kept is not None:
-                kept.described[run] = found
+                kept.described[run, columns] = found
         return found
 
     @abstractmethod

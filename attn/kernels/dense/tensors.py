@@ -75,8 +75,8 @@ class KeyRows:
         """
         key, value, inline = keys.key, keys.value, keys.key_scale
         self.words = stored.words(key), stored.words(value)
-        self.described: dict[int, tuple[Any, Any]] = {}
-        """TMA descriptors of keys and of values, by the tokens of their boxes."""
+        self.described: dict[tuple[int, int], tuple[Any, Any]] = {}
+        """TMA descriptors of keys and of values, by the tokens and columns of their boxes."""
         self.variant = (
             key.dtype,
             value.dtype,

@@ -331,6 +331,8 @@ class Tile:
     """int, rows of the products, 16 or 64."""
     SIZE: gl.constexpr
     """int, elements of a head."""
+    WIDTH: gl.constexpr
+    """int, columns that the tile has for a head: SIZE rounded up to a power of two."""
     DTYPE: gl.constexpr
     """Type of the products' operands."""
     E4M3: gl.constexpr
@@ -338,7 +340,7 @@ class Tile:
     SCORES: gl.constexpr
     """Layout of scores ``[ROWS, KV_TILE]``."""
     OUTPUT: gl.constexpr
-    """Layout of output sums ``[ROWS, SIZE]``, or of those of their columns that are summed
+    """Layout of output sums ``[ROWS, WIDTH]``, or of those of their columns that are summed
     together: one plane, or one consumer's half."""
     CONSUMERS: gl.constexpr
     """int, number of consumers: 1 or 2."""
@@ -428,7 +430,7 @@ class Cells:
     row: gl.tensor
     """``[FINISH_ROWS]`` int32, the rows."""
     cell: gl.tensor
-    """``[FINISH_ROWS, FINISH_WIDTH]`` int32, offsets in an output of ``[USED, SIZE]``."""
+    """``[FINISH_ROWS, FINISH_WIDTH]`` int32, offsets in an output of ``[USED, WIDTH]``."""
     mine: gl.tensor
     """``[FINISH_ROWS]`` bool, whether a state has the row."""
     mask: gl.tensor
@@ -468,7 +470,8 @@ class Shape:
     WIDTH: gl.constexpr
     """int, columns of queries, keys and values in shared memory, a multiple of 64."""
     EXTRA: gl.constexpr
-    """int, columns that queries and keys have beyond WIDTH, 0 or 64."""
+    """int, columns that queries and keys have beyond WIDTH: 0, 16, 32 or 64. Values have them where
+    SIZE is more than WIDTH."""
     SIZE: gl.constexpr
     """int, columns of a head's values."""
     KIND: gl.constexpr
@@ -482,6 +485,10 @@ class Shape:
     """Layout of scores ``[64, KV_TILE]``."""
     OUTPUT: gl.constexpr
     """Layout of outputs ``[64, WIDTH]``."""
+    HELD: gl.constexpr
+    """bool, the softmax is computed under the output's product."""
+    EXTRA_OUTPUT: gl.constexpr
+    """Layout of outputs ``[64, EXTRA]``; not read unless values have EXTRA columns."""
 
 
 @aggregate
@@ -490,16 +497,18 @@ class QueryRing:
 
     desc: tma.tensor_descriptor
     """Descriptor of queries ``[T, H, columns]`` in boxes ``[64 / PACKED, PACKED, 64]``."""
+    extra_desc: Descriptor
+    """Descriptor of the same queries in boxes of EXTRA columns; not read without EXTRA."""
     boxes: gl.shared_memory_descriptor
     """``[STAGES * WARP_GROUPS * WIDTH / 64, 64 / PACKED, PACKED, 64]``, queries as TMA writes
     them."""
     extra_boxes: gl.shared_memory_descriptor
-    """``[STAGES * WARP_GROUPS, 64 / PACKED, PACKED, 64]``, EXTRA columns of queries as TMA writes
-    them; not read without EXTRA."""
+    """``[STAGES * WARP_GROUPS, 64 / PACKED, PACKED, EXTRA]``, columns of queries behind WIDTH as
+    TMA writes them; not read without EXTRA."""
     tiles: gl.shared_memory_descriptor
     """``[STAGES * WARP_GROUPS, 64, WIDTH]``, the same queries as products read them."""
     extra_tiles: gl.shared_memory_descriptor
-    """``[STAGES * WARP_GROUPS, 64, 64]``, EXTRA columns of queries as products read them."""
+    """``[STAGES * WARP_GROUPS, 64, EXTRA]``, the same columns as products read them."""
     records: gl.shared_memory_descriptor
     """``[STAGES * RECORD, 1]`` int32, the numbers of each stage's :class:`QueryTile`."""
     full: gl.shared_memory_descriptor
@@ -525,17 +534,22 @@ class QueryRing:
 class TileRing:
     """Stages in shared memory, through which tiles of keys come, or tiles of values."""
 
+    extra_desc: Descriptor
+    """Descriptor of the rows in boxes ``[1, RUN, 1, EXTRA]``; not read without EXTRA."""
     boxes: gl.shared_memory_descriptor
     """``[STAGES * HALVES * KV_TILE / RUN, 1, RUN, 1, 64]``, rows as TMA writes them."""
     extra_boxes: gl.shared_memory_descriptor
-    """``[STAGES * KV_TILE / RUN, 1, RUN, 1, 64]``, EXTRA columns of keys as TMA writes them; not
-    read without EXTRA."""
+    """``[STAGES * KV_TILE / RUN, 1, RUN, 1, EXTRA]``, further columns as TMA writes them; not read
+    without EXTRA."""
     tiles: gl.shared_memory_descriptor
     """``[STAGES, KV_TILE, columns]``, the same rows as products read them."""
     extra_tiles: gl.shared_memory_descriptor
-    """``[STAGES, KV_TILE, 64]``, EXTRA columns of keys as products read them."""
+    """``[STAGES, KV_TILE, EXTRA]``, the further columns as products read them."""
     runs: gl.shared_memory_descriptor
     """``[STAGES * HALVES * KV_TILE / RUN, RUN, 64]``, the same values by runs; not read of keys."""
+    extra_runs: gl.shared_memory_descriptor
+    """``[STAGES * KV_TILE / RUN, RUN, EXTRA]``, further columns of values by runs; not read of
+    keys."""
     words: gl.shared_memory_descriptor
     """``[STAGES, KV_TILE, columns / 2]`` int32, the same rows in pairs, as converters write them;
     not written where TMA writes boxes."""

@@ -215,24 +215,25 @@ def _with_sent(state, times, mailbox):
 def _load_queries(work, token, count, query, cache, room, plan, tile):
     """Load the queries of a part, as products take them, and say which heads they are of.
 
-    They are ``[ROWS, SIZE]``: an operand in registers if ROWS is 16, else in shared memory.
+    They are ``[ROWS, WIDTH]``, zeros behind a head's last column: an operand in registers if ROWS
+    is 16, else in shared memory.
     """
     LOADED: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [256 // tile.SIZE, tile.SIZE // 8], [4, 1], [1, 0]
+        [1, 8], [256 // tile.WIDTH, tile.WIDTH // 8], [4, 1], [1, 0]
     )
     SCORES: gl.constexpr = tile.SCORES
     tile_of_heads = (work.number % plan.HEAD_LOOPS) * plan.HEADS + work.lane
     kv_head = tile_of_heads // plan.HEAD_TILES
     in_group = (tile_of_heads % plan.HEAD_TILES) * tile.TILE_HEADS
     row = gl.arange(0, tile.ROWS, layout=gl.SliceLayout(1, LOADED))
-    column = gl.arange(0, tile.SIZE, layout=gl.SliceLayout(0, LOADED))
+    column = gl.arange(0, tile.WIDTH, layout=gl.SliceLayout(0, LOADED))
     head = in_group + row % tile.TILE_HEADS
     offset = (token + row // tile.TILE_HEADS).to(gl.int64) * wide(query.query_token)
     offset += (kv_head * tile.GROUP + head) * query.query_head
-    wanted = (row < count * tile.TILE_HEADS) & (head < tile.GROUP)
-    q = gl.load(
-        query.query_ptr + offset[:, None] + column[None, :], mask=wanted[:, None], other=0.0
-    )
+    wanted = ((row < count * tile.TILE_HEADS) & (head < tile.GROUP))[:, None]
+    if tile.SIZE < tile.WIDTH:
+        wanted = wanted & (column < tile.SIZE)[None, :]
+    q = gl.load(query.query_ptr + offset[:, None] + column[None, :], mask=wanted, other=0.0)
     natural = query.factor
     v_factor = 1.0
     if tile.E4M3:
@@ -302,12 +303,12 @@ def _attend(
     sends all states to the first. Also returns how many states have been sent so far.
     """
     SUMS: gl.constexpr = gl.SliceLayout(1, tile.SCORES)
-    PLANE: gl.constexpr = tile.SIZE // 2 if tile.E4M3 else tile.SIZE
+    PLANE: gl.constexpr = tile.WIDTH // 2 if tile.E4M3 else tile.WIDTH
     top = gl.full([tile.ROWS], float("-inf"), gl.float32, SUMS)
     zero = gl.zeros([tile.ROWS, PLANE], gl.float32, tile.OUTPUT)
     # The state of all segments is kept as three values, not as a structure. A loop carries values
     # in the order in which they are first named, and another order would give other PTX.
-    A = _joined(zero, zero, tile.SIZE)
+    A = _joined(zero, zero, tile.WIDTH)
     STATE: gl.constexpr = A.type.layout
     M = gl.full([tile.ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, STATE))
     L = gl.zeros([tile.ROWS], gl.float32, gl.SliceLayout(1, STATE))
@@ -339,7 +340,7 @@ def _attend(
         m = state.m
         if not query.SOFT_CAP:
             m = m * head.natural
-        acc = _joined(state.acc, odd, tile.SIZE)
+        acc = _joined(state.acc, odd, tile.WIDTH)
         m = gl.convert_layout(m, gl.SliceLayout(1, STATE))
         total = gl.convert_layout(gl.sum(state.l, 1), gl.SliceLayout(1, STATE))
         of_segment = State(m=m, l=total, acc=acc)
@@ -372,11 +373,13 @@ def _write_or_store(is_all, work, head, state, lending_group, plan, out, tile):
     if is_all:
         row = gl.arange(0, tile.ROWS, layout=gl.SliceLayout(1, STATE)) + opaque_zero()
         in_tile = head.in_group + row % tile.TILE_HEADS
-        column = gl.arange(0, tile.SIZE, layout=gl.SliceLayout(0, STATE))
+        column = gl.arange(0, tile.WIDTH, layout=gl.SliceLayout(0, STATE))
         at = token + row // tile.TILE_HEADS
         heads = head.kv_head * tile.GROUP + in_tile
         wanted = (row < count * tile.TILE_HEADS) & (in_tile < tile.GROUP)
-        write_state(state, at, heads, wanted, column, head.v_factor, with_wide_strides(out))
+        write_state(
+            state, at, heads, wanted, column, head.v_factor, with_wide_strides(out), tile.SIZE
+        )
     else:
         wide_out = with_wide_strides(out)
         arrive_and_fold(

@@ -35,18 +35,18 @@ def store_state(plan, slot, state, tile, zero):
     STATE: gl.constexpr = state.acc.type.layout
     SUMS: gl.constexpr = gl.SliceLayout(1, STATE)
     row = gl.arange(0, state.acc.shape[0], layout=SUMS) + zero
-    column = gl.arange(0, tile.SIZE, layout=gl.SliceLayout(0, STATE))
+    column = gl.arange(0, tile.WIDTH, layout=gl.SliceLayout(0, STATE))
     mine = row < tile.USED
     slot = slot.to(gl.int64)
     sums = plan.sums_ptr + slot * (2 * tile.USED)
     # Keep small states in L2 until they are read: otherwise keys that stream through L2 push them
     # out to memory, between the reads of keys. Large states gained nothing from being kept.
-    IS_SMALL: gl.constexpr = state.acc.shape[0] == 16 and tile.SIZE <= _SMALL
+    IS_SMALL: gl.constexpr = state.acc.shape[0] == 16 and tile.WIDTH <= _SMALL
     KEEP: gl.constexpr = "evict_last" if IS_SMALL else ""
     gl.store(sums + row, state.m, mask=mine, eviction_policy=KEEP)
     gl.store(sums + tile.USED + row, state.l, mask=mine, eviction_policy=KEEP)
-    cells = row[:, None] * tile.SIZE + column[None, :]
-    places = plan.states_ptr + slot * (tile.USED * tile.SIZE) + cells
+    cells = row[:, None] * tile.WIDTH + column[None, :]
+    places = plan.states_ptr + slot * (tile.USED * tile.WIDTH) + cells
     gl.store(places, state.acc, mask=mine[:, None], eviction_policy=KEEP)
 
 
@@ -61,7 +61,7 @@ def _load_state(plan, slot, cells, is_there, tile):
     sums = plan.sums_ptr + slot * (2 * tile.USED)
     m = gl.load(sums + cells.row, mask=mine, other=float("-inf"), cache_modifier=".cg")
     l = gl.load(sums + tile.USED + cells.row, mask=mine, other=0.0, cache_modifier=".cg")
-    at = plan.states_ptr + slot * (tile.USED * tile.SIZE) + cells.cell
+    at = plan.states_ptr + slot * (tile.USED * tile.WIDTH) + cells.cell
     acc = gl.load(at, mask=cells.mask & is_there, other=0.0, cache_modifier=".cg")
     return State(m=m, l=l, acc=acc)
 
@@ -92,7 +92,7 @@ def _fold_many(state, plan, slot, part, parts, cells, tile, AT_ONCE: gl.constexp
     # The exponentials of all folds are independent of the sums. Without branches between the folds
     # ptxas sees that, and computes them early. A thread that holds more of a state has no registers
     # for this.
-    ALL: gl.constexpr = AT_ONCE == 16 and tile.SIZE <= 128
+    ALL: gl.constexpr = AT_ONCE == 16 and tile.WIDTH <= 128
     if ALL or part + 4 < parts:
         state = _fold_four(state, s4, s5, s6, s7)
     if ALL or part + 8 < parts:
@@ -121,14 +121,14 @@ def with_wide_strides(out):
 
 
 @gluon.jit
-def write_state(state, at, heads, wanted, columns, v_factor, out):
+def write_state(state, at, heads, wanted, columns, v_factor, out, SIZE: gl.constexpr = 1 << 30):
     """Normalise a state and write its output ``[M, columns]`` and LSE ``[M]``.
 
     The rows belong to the tokens ``at [M]`` and the query heads ``heads [M]``; rows where
-    ``wanted [M]`` is False are not written.
+    ``wanted [M]`` is False are not written, nor columns from SIZE on.
     """
     write_rows(
-        state.m, state.l, state.acc, at, heads, wanted, columns, columns >= 0, out, v_factor,
+        state.m, state.l, state.acc, at, heads, wanted, columns, columns < SIZE, out, v_factor,
         out.LSE, True,
     )  # fmt: skip
 
@@ -152,11 +152,12 @@ def _fold_parts(
     CELLS: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [WARPS, 1], [1, 0])
     row = gl.arange(0, tile.FINISH_ROWS, layout=gl.SliceLayout(1, CELLS)) + zero
     mine = row < tile.USED
-    for c0 in range(0, tile.SIZE, tile.FINISH_WIDTH):
+    LIVE: gl.constexpr = tile.SIZE if tile.SIZE < tile.WIDTH else 1 << 30
+    for c0 in range(0, tile.WIDTH, tile.FINISH_WIDTH):
         column = c0 + gl.arange(0, tile.FINISH_WIDTH, layout=gl.SliceLayout(0, CELLS))
         cells = Cells(
             row=row,
-            cell=row[:, None] * tile.SIZE + column[None, :],
+            cell=row[:, None] * tile.WIDTH + column[None, :],
             mine=mine,
             mask=mine[:, None] & (column >= 0)[None, :],
         )
@@ -179,14 +180,14 @@ def _fold_parts(
             sums = plan.sums_ptr + target.to(gl.int64) * (2 * tile.USED)
             gl.store(sums + row, state.m, mask=mine)
             gl.store(sums + tile.USED + row, state.l, mask=mine)
-            places = plan.states_ptr + target.to(gl.int64) * (tile.USED * tile.SIZE) + cells.cell
+            places = plan.states_ptr + target.to(gl.int64) * (tile.USED * tile.WIDTH) + cells.cell
             gl.store(places, state.acc, mask=cells.mask)
         else:
             heads = head.kv_head * tile.GROUP + head.in_group + row % tile.TILE_HEADS
             in_tile = head.in_group + row % tile.TILE_HEADS
             wanted = (row < count * tile.TILE_HEADS) & (in_tile < tile.GROUP)
             at = token + row // tile.TILE_HEADS
-            write_state(state, at, heads, wanted, column, head.v_factor, out)
+            write_state(state, at, heads, wanted, column, head.v_factor, out, LIVE)
 
 
 @gluon.jit

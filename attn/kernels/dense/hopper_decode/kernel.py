@@ -112,6 +112,7 @@ def hopper_decode_kernel(
     SEGMENT_UNIT: gl.constexpr,
     KV_TILE: gl.constexpr,
     SIZE: gl.constexpr,
+    WIDTH: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     RUN: gl.constexpr,
     STAGES: gl.constexpr,
@@ -133,8 +134,8 @@ def hopper_decode_kernel(
 
     Shapes: query and out are ``[T, H, SIZE]``, LSE is ``[T, H]`` fp32. The descriptors are of key
     and value ``[N, BLOCK_SIZE, Hk, SIZE]``, in boxes of RUN tokens and 64 columns. With E4M3 they
-    have SIZE / 2 columns of int16 words, each of two elements. The plan's tensors are described in
-    :class:`builders.splitkv.record.SplitPlan`.
+    have SIZE / 2 columns of int16 words, each of two elements. WIDTH is SIZE rounded up to a power
+    of two. The plan's tensors are described in :class:`builders.splitkv.record.SplitPlan`.
     """
     mask = Mask(
         causal_ptr=causal_ptr, ranges_ptr=ranges_ptr, num_ranges=num_ranges, window=window,
@@ -160,7 +161,9 @@ def hopper_decode_kernel(
     # An e4m3 cache is read as words of two elements: words can be loaded transposed, bytes cannot.
     STORED: gl.constexpr = k_desc.dtype
     DTYPE: gl.constexpr = gl.float16 if E4M3 else STORED
-    WORDS: gl.constexpr = SIZE // 2 if E4M3 else SIZE
+    # A box may lie behind a row's last column: TMA fills what is not there with zeros, and reads
+    # nothing for it.
+    WORDS: gl.constexpr = WIDTH // 2 if E4M3 else WIDTH
     HALVES: gl.constexpr = WORDS // 64
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     BOX: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
@@ -173,11 +176,13 @@ def hopper_decode_kernel(
     k_boxes = gl.allocate_shared_memory(STORED, [BOXES, 1, RUN, 1, 64], BOX)
     v_boxes = gl.allocate_shared_memory(STORED, [BOXES, 1, RUN, 1, 64], BOX)
     KEYS: gl.constexpr = gl.NVMMASharedLayout(128, 8 if E4M3 else 16, 2)
-    k_tiles = reinterpret(k_boxes, gl.float8e4nv if E4M3 else STORED, [STAGES, KV_TILE, SIZE], KEYS)
+    k_tiles = reinterpret(
+        k_boxes, gl.float8e4nv if E4M3 else STORED, [STAGES, KV_TILE, WIDTH], KEYS
+    )
     v_tiles = reinterpret(v_boxes, STORED, [STAGES, KV_TILE, WORDS], LAYOUT)
     v_runs = reinterpret(v_boxes, STORED, [BOXES, RUN, 64], LAYOUT)
     # The queries of each consumer. Only tiles of 64 rows use this room: wgmma reads them here.
-    queries = gl.allocate_shared_memory(DTYPE, [CONSUMERS, ROWS if ROWS > 16 else 8, SIZE], LAYOUT)
+    queries = gl.allocate_shared_memory(DTYPE, [CONSUMERS, ROWS if ROWS > 16 else 8, WIDTH], LAYOUT)
     # Warps of a consumer exchange the maxima of rows, and weights that become an operand, here.
     exchange = gl.allocate_shared_memory(
         gl.float32, [CONSUMERS, 16, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -190,7 +195,7 @@ def hopper_decode_kernel(
     # The mailbox: the second consumer's state (output, maxima, sums) on its way to the first.
     MAILBOX: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     mailbox_acc = gl.allocate_shared_memory(
-        gl.float32, [1, ROWS if CONSUMERS > 1 else 8, SIZE if CONSUMERS > 1 else 32], MAILBOX
+        gl.float32, [1, ROWS if CONSUMERS > 1 else 8, WIDTH if CONSUMERS > 1 else 32], MAILBOX
     )
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     mailbox_top = gl.allocate_shared_memory(gl.float32, [ROWS], FLAT)
@@ -217,10 +222,10 @@ def hopper_decode_kernel(
     # key is read twice. With 64 rows, each warp has 16 rows.
     NARROW: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8])
     BY_KEY: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16])
-    BY_COLUMN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE, 16])
+    BY_COLUMN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     tile = Tile(
         GROUP=GROUP, TILE_HEADS=TILE_HEADS, USED=TILE_HEADS * QUERY_TOKENS, ROWS=ROWS, SIZE=SIZE,
-        DTYPE=DTYPE, E4M3=E4M3, SCORES=NARROW if ROWS == 16 else BY_KEY,
+        WIDTH=WIDTH, DTYPE=DTYPE, E4M3=E4M3, SCORES=NARROW if ROWS == 16 else BY_KEY,
         OUTPUT=NARROW if ROWS == 16 else BY_COLUMN, CONSUMERS=CONSUMERS, FINISH_ROWS=FINISH_ROWS,
         FINISH_WIDTH=FINISH_WIDTH,
     )  # fmt: skip

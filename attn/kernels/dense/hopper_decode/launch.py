@@ -13,6 +13,7 @@ from builders.dense.choice import decode_kernel_of
 from builders.launch.call import LaunchOptions
 from builders.launch.launcher import Launcher
 from builders.splitkv.record import PLAN_POINTERS, SplitPlan
+from specs.base import power_of_two
 from specs.devices import DeviceKind
 from specs.engine import DecodeKernel
 
@@ -91,7 +92,8 @@ class HopperDecodeLauncher(HopperVariants[SplitPlan]):
             return None
         layer, output, lse = self._layer, tensors.output, tensors.lse
         check_heads(layer, plan)
-        constants = split_constants(plan, layer.head_size)
+        width = power_of_two(layer.head_size)
+        constants = split_constants(plan, width)
         cap, chunk, causal = layer.logits_soft_cap, layer.attention_chunk_size, step.causal
         assert plan.hopper is not None
         fixed = {name: constants[name] for name in _PLANNED}
@@ -108,6 +110,7 @@ class HopperDecodeLauncher(HopperVariants[SplitPlan]):
             "lookback": layer.chunk_lookback,
             "GROUP": layer.num_heads // layer.num_kv_heads,
             "SIZE": layer.head_size,
+            "WIDTH": width,
             "BLOCK_SIZE": tensors.keys.key.shape[1],
             "RUN": plan.hopper.run,
             "CAUSAL": 0 if not layer.causal or causal is False else 1 if causal is True else 2,
@@ -123,7 +126,7 @@ class HopperDecodeLauncher(HopperVariants[SplitPlan]):
             "E4M3": layer.cache_dtype.is_quantized,
             "STAGES": plan.hopper.num_stages,
             "CONSUMERS": plan.hopper.consumers,
-            "FINISH_WIDTH": min(layer.head_size, FINISH_CELLS // constants["FINISH_ROWS"]),
+            "FINISH_WIDTH": min(width, FINISH_CELLS // constants["FINISH_ROWS"]),
         }
         absent = absent_arguments(optional, hopper_decode_kernel.arg_names)
         return Launcher(

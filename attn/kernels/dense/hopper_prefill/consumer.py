@@ -171,7 +171,6 @@ def _scores(place, turn, queries, keys, shape):
     Queries are those of ``place`` in their ring, keys those of ``turn`` in theirs.
     """
     q = queries.tiles.index(place)
-    q_extra = queries.extra_tiles.index(place)
     stage = turn % keys.STAGES
     scores = warpgroup_mma(
         q,
@@ -182,7 +181,7 @@ def _scores(place, turn, queries, keys, shape):
     )
     if shape.EXTRA > 0:
         scores = warpgroup_mma(
-            q_extra,
+            queries.extra_tiles.index(place),
             keys.extra_tiles.index(stage).permute((1, 0)),
             scores,
             is_async=True,
@@ -191,9 +190,35 @@ def _scores(place, turn, queries, keys, shape):
 
 
 @gluon.jit
+def _output(left, turn, acc, rest, values):
+    """Output of a tile of values, under way: of EXTRA columns in a product of its own, ``rest``."""
+    stage = turn % values.STAGES
+    acc = warpgroup_mma(left, values.tiles.index(stage), acc, is_async=True)
+    if values.EXTRA > 0:
+        rest = warpgroup_mma(left, values.extra_tiles.index(stage), rest, is_async=True)
+    return acc, rest
+
+
+@gluon.jit
+def _awaited(acc, rest, values, LEFT: gl.constexpr):
+    """Wait for an output, until LEFT younger products are under way."""
+    if values.EXTRA > 0:
+        acc, rest = warpgroup_mma_wait(LEFT, deps=[acc, rest])
+    else:
+        acc = warpgroup_mma_wait(LEFT, deps=[acc])
+    return acc, rest
+
+
+@gluon.jit
+def _scaled(x, by):
+    """Rows of an output, each multiplied by one factor."""
+    return x * gl.convert_layout(by, gl.SliceLayout(1, x.type.layout))[:, None]
+
+
+@gluon.jit
 def _step(
-    i, done, place, is_last, acc, pairs, m, l, tile, rows, queries, rings, scaling, mask, shape,
-    MASKED: gl.constexpr,
+    i, done, place, is_last, acc, rest, pairs, m, l, tile, rows, queries, rings, scaling, mask,
+    shape, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Scores of tile ``i`` of keys (from the last), output of the tile before it.
 
@@ -203,7 +228,7 @@ def _step(
     on their way under it, and so are queries of which there is one stage; narrow heads lose more to
     the barrier than they gain.
     """
-    EARLY: gl.constexpr = shape.WIDTH > 64
+    EARLY: gl.constexpr = shape.WIDTH + shape.EXTRA > 64
     OUTPUT: gl.constexpr = shape.OUTPUT
     left = _unpack(pairs, shape.VALUE, shape.KV_TILE, gl.DotOperandLayout(0, OUTPUT, 2))
     now = done + i
@@ -211,9 +236,8 @@ def _step(
     rings.keys.wait_full(now)
     scores = _scores(place, now, queries, rings.keys, shape)
     rings.values.wait_full(before)
-    values = rings.values.tiles.index(before % rings.values.STAGES)
-    acc = warpgroup_mma(left, values, acc, is_async=True)
-    scores = warpgroup_mma_wait(1, deps=[scores])
+    acc, rest = _output(left, before, acc, rest, rings.values)
+    scores = warpgroup_mma_wait(2 if rings.values.EXTRA > 0 else 1, deps=[scores])
     # Each is a barrier of the warp group: side by side they cost one.
     if EARLY:
         rings.keys.give_back(now)
@@ -222,30 +246,41 @@ def _step(
     weights, m, l, shrink = _softmax(
         scores, m, l, (tile.high - 1 - i) * shape.KV_TILE, rows, tile.kv_len, scaling, mask, MASKED
     )
-    if shape.WIDTH <= 64:
+    if shape.HELD:
         l = _computed(l)
-    acc = warpgroup_mma_wait(0, deps=[acc])
+    acc, rest = _awaited(acc, rest, rings.values, 0)
     if rings.JOINT:
         rings.keys.give_back(now)
     else:
         if not EARLY:
             rings.keys.give_back(now)
         rings.values.give_back(before)
-    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, OUTPUT))[:, None]
-    return acc, _pack(weights, shape.VALUE, shape.KV_TILE), m, l
+    acc = _scaled(acc, shrink)
+    if rings.values.EXTRA > 0:
+        rest = _scaled(rest, shrink)
+    return acc, rest, _pack(weights, shape.VALUE, shape.KV_TILE), m, l
+
+
+@gluon.jit
+def _clear_rows(box, first, live, COLUMNS: gl.constexpr):
+    """Zero the rows of a box from number ``live`` on; the box's first has number ``first``."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
+    row = first + gl.arange(0, box.shape[0], layout=gl.SliceLayout(1, LAYOUT))
+    rows = box.load(LAYOUT)
+    box.store(gl.where((row < live)[:, None], rows, 0.0))
 
 
 @gluon.jit
 def _clear_tail(values, stage, live):
     """Zero the values of a stage from its token ``live`` to the end of that token's run."""
     RUNS: gl.constexpr = values.KV_TILE // values.RUN
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     run = live // values.RUN
-    row = run * values.RUN + gl.arange(0, values.RUN, layout=gl.SliceLayout(1, LAYOUT))
+    first = run * values.RUN
     for half in gl.static_range(values.HALVES):
         box = values.runs.index((stage * values.HALVES + half) * RUNS + run)
-        rows = box.load(LAYOUT)
-        box.store(gl.where((row < live)[:, None], rows, 0.0))
+        _clear_rows(box, first, live, 64)
+    if values.EXTRA > 0:
+        _clear_rows(values.extra_runs.index(stage * RUNS + run), first, live, values.EXTRA)
     # Generic stores before wgmma reads them, and before TMA overwrites them.
     fence_async_shared()
 
@@ -263,12 +298,45 @@ def _taken_apart(row, OWN: gl.constexpr, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def _write(m, l, acc, tile, scaling, v_factor, out, shape):
+def _store(acc, inverse, first, tile, out, shape):
+    """Write columns from ``first`` on of a warp group's rows, each multiplied by its factor."""
+    PACKED: gl.constexpr = shape.PACKED
+    WIDTH: gl.constexpr = acc.shape[1]
+    OUTPUT: gl.constexpr = acc.type.layout
+    out_ptr = out.out_ptr
+    result = _scaled(acc, inverse)
+    if out.FP8_OUT:
+        narrow = encode_e4m3(result, True)
+    else:
+        narrow = result.to(out_ptr.dtype.element_ty)
+    # By way of shared memory to rows of 16 bytes per thread, where there is room for it.
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    IS_NARROW: gl.constexpr = WIDTH <= 128 and out_ptr.dtype.element_ty != gl.float32
+    ROWS: gl.constexpr = WIDE if IS_NARROW else OUTPUT
+    narrow = gl.convert_layout(narrow, ROWS)
+    # With heads of up to 128 columns every bit of a row's number counts as the thread's: Triton 3.8
+    # has no registers left to take the constants of registers apart.
+    OWN: gl.constexpr = (63 if WIDTH <= 64 else 7) if IS_NARROW else _OWN
+    token, lane = _taken_apart(gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS)), OWN, PACKED)
+    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, ROWS)) + first
+    offset = (tile.row + token).to(gl.int64) * wide(out.out_token)
+    offset += (tile.head * PACKED + lane) * wide(out.out_head)
+    mask = (token < tile.left)[:, None] & (column < shape.SIZE)[None, :]
+    if IS_NARROW:
+        places = offset[:, None] + column[None, :]
+    else:
+        # The thread's bits first, so that the others become constants: a register for each of its
+        # columns was kept otherwise. Columns lie in pairs.
+        own = gl.max_constancy(gl.multiple_of(column & 6, 2), 2)
+        rest = gl.max_contiguous(gl.multiple_of(column & ~6, 2), 2)
+        places = (offset[:, None] + own[None, :]) + rest[None, :]
+    gl.store(out_ptr + places, narrow, mask=mask)
+
+
+@gluon.jit
+def _write(m, l, acc, rest, tile, scaling, v_factor, out, values, shape):
     """Normalise a warp group's rows of a tile, and write those whose tokens the request has."""
     PACKED: gl.constexpr = shape.PACKED
-    WIDTH: gl.constexpr = shape.WIDTH
-    OUTPUT: gl.constexpr = shape.OUTPUT
-    out_ptr = out.out_ptr
     SUMS: gl.constexpr = m.type.layout
     row = gl.arange(0, 64, layout=SUMS)
     wanted = row // PACKED < tile.left
@@ -283,38 +351,16 @@ def _write(m, l, acc, tile, scaling, v_factor, out, shape):
         base = gl.where(some, top, 0.0)
         shrink = gl.exp2(m - base)
         l = l * shrink + gl.where(some, gl.exp2(sink - base), 0.0)
-        acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, OUTPUT))[:, None]
+        acc = _scaled(acc, shrink)
+        if values.EXTRA > 0:
+            rest = _scaled(rest, shrink)
         m = top
     inverse = v_factor / gl.where(some, l, 1.0)
     if out.FP8_OUT:
         inverse = inverse / gl.load(out.output_scale_ptr)
-    result = acc * gl.convert_layout(inverse, gl.SliceLayout(1, OUTPUT))[:, None]
-    if out.FP8_OUT:
-        narrow = encode_e4m3(result, True)
-    else:
-        narrow = result.to(out_ptr.dtype.element_ty)
-    # By way of shared memory to rows of 16 bytes per thread, where there is room for it.
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-    IS_NARROW: gl.constexpr = WIDTH <= 128 and out_ptr.dtype.element_ty != gl.float32
-    ROWS: gl.constexpr = WIDE if IS_NARROW else OUTPUT
-    narrow = gl.convert_layout(narrow, ROWS)
-    # With heads of up to 128 columns every bit of a row's number counts as the thread's: Triton 3.8
-    # has no registers left to take the constants of registers apart.
-    OWN: gl.constexpr = (63 if WIDTH <= 64 else 7) if IS_NARROW else _OWN
-    token, lane = _taken_apart(gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS)), OWN, PACKED)
-    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, ROWS))
-    offset = (tile.row + token).to(gl.int64) * wide(out.out_token)
-    offset += (tile.head * PACKED + lane) * wide(out.out_head)
-    mask = (token < tile.left)[:, None] & (column < shape.SIZE)[None, :]
-    if IS_NARROW:
-        places = offset[:, None] + column[None, :]
-    else:
-        # The thread's bits first, so that the others become constants: a register for each of its
-        # columns was kept otherwise. Columns lie in pairs.
-        own = gl.max_constancy(gl.multiple_of(column & 6, 2), 2)
-        rest = gl.max_contiguous(gl.multiple_of(column & ~6, 2), 2)
-        places = (offset[:, None] + own[None, :]) + rest[None, :]
-    gl.store(out_ptr + places, narrow, mask=mask)
+    _store(acc, inverse, 0, tile, out, shape)
+    if values.EXTRA > 0:
+        _store(rest, inverse, shape.WIDTH, tile, out, shape)
     if out.LSE:
         lse = gl.where(some, (m + gl.log2(l)) * _LN2, float("-inf"))
         lse_ptr = out.lse_ptr + at * wide(out.lse_token) + tile.head * PACKED + row % PACKED
@@ -331,7 +377,7 @@ def _rows_of(tile, mask, shape):
     first = tile.position + gl.minimum(tile.left - 1, 0)
     last = tile.position + gl.minimum(tile.left, SPAN) - 1
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, shape.SCORES))
-    if shape.WIDTH > 64:
+    if shape.WIDTH + shape.EXTRA > 64:
         # Not kept in registers from the kernel's beginning on, of which narrow heads spare none.
         row += opaque_zero()
     query = gl.minimum(tile.position + row // shape.PACKED, last)
@@ -464,22 +510,25 @@ def consume(PART: gl.constexpr, queries, rings, cache, scaling, mask, out, shape
         count, inner, outer = _tiles_seen(tile, rows, mask, shape.KV_TILE)
         parity = _clear_behind(PART, done, parity, tile, rings, shape)
         acc = gl.zeros([64, shape.WIDTH], gl.float32, OUTPUT)
+        rest = m
+        if rings.values.EXTRA > 0:
+            rest = gl.zeros([64, shape.EXTRA], gl.float32, shape.EXTRA_OUTPUT)
         place = (turn % queries.STAGES) * shape.WARP_GROUPS + PART
         # The state is no structure: the loop around these carries all of it but the output.
         for i in range(1, inner):
-            acc, pairs, m, l = _step(
-                i, done, _anew(place, _EDGE), i == count - 1, acc, pairs, m, l, tile, rows,
+            acc, rest, pairs, m, l = _step(
+                i, done, _anew(place, _EDGE), i == count - 1, acc, rest, pairs, m, l, tile, rows,
                 queries, rings, of_tile, mask, shape, True,
             )  # fmt: skip
         for i in range(inner, outer):
-            acc, pairs, m, l = _step(
-                i, done, _anew(place, _INNER), i == count - 1, acc, pairs, m, l, tile, rows,
+            acc, rest, pairs, m, l = _step(
+                i, done, _anew(place, _INNER), i == count - 1, acc, rest, pairs, m, l, tile, rows,
                 queries, rings, of_tile, mask, shape, False,
             )  # fmt: skip
         if mask.WINDOW or mask.CHUNK:
             for i in range(outer, count):
-                acc, pairs, m, l = _step(
-                    i, done, _anew(place, _FAR), i == count - 1, acc, pairs, m, l, tile, rows,
+                acc, rest, pairs, m, l = _step(
+                    i, done, _anew(place, _FAR), i == count - 1, acc, rest, pairs, m, l, tile, rows,
                     queries, rings, of_tile, mask, shape, True,
                 )  # fmt: skip
         if queries.STAGES > 1:
@@ -488,8 +537,7 @@ def consume(PART: gl.constexpr, queries, rings, cache, scaling, mask, out, shape
         done += count
         before = done - 1
         rings.values.wait_full(before)
-        values = rings.values.tiles.index(before % rings.values.STAGES)
-        acc = warpgroup_mma(weights, values, acc, is_async=True)
+        acc, rest = _output(weights, before, acc, rest, rings.values)
         # The next tile. After the last one its scores are of whatever is there.
         finished = tile
         turn += 1
@@ -500,10 +548,10 @@ def consume(PART: gl.constexpr, queries, rings, cache, scaling, mask, out, shape
         # addresses in registers from the first tile on.
         place = stage * shape.WARP_GROUPS + PART + opaque_zero()
         scores = _first_scores(place, done, tile, queries, rings.keys, shape)
-        acc = warpgroup_mma_wait(2 if shape.EXTRA > 0 else 1, deps=[acc])
+        acc, rest = _awaited(acc, rest, rings.values, 2 if shape.EXTRA > 0 else 1)
         if not rings.JOINT:
             rings.values.give_back(before)
-        _write(m, l, acc, finished, of_tile, v_factor, out, shape)
+        _write(m, l, acc, rest, finished, of_tile, v_factor, out, rings.values, shape)
         factor, v_factor = _factors(tile.head, scaling, cache, shape)
         pairs, m, l = _first_weights(
             scores, done, tile, queries, rings.keys, scaling.with_factor(factor), mask, shape

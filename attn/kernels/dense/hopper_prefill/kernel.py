@@ -70,6 +70,9 @@ def hopper_prefill_kernel(
     q_desc,
     k_desc,
     v_desc,
+    q_extra_desc,
+    k_extra_desc,
+    v_extra_desc,
     key_ptr,
     value_ptr,
     out_ptr,
@@ -135,11 +138,12 @@ def hopper_prefill_kernel(
     Descriptors: query ``[T, H, SIZE]`` in boxes of 64 rows and 64 columns; key and value
     ``[N, BLOCK_SIZE, Hk, SIZE]`` in boxes of RUN tokens and 64 columns, or, of 8 bits, key_ptr and
     value_ptr with their strides, in words of four bytes. Queries and keys have WIDTH and EXTRA
-    columns. With BLOCK_SIZE 0 keys lie as queries do, ``[1, T, Hk, SIZE]``. Out ``[T, H, SIZE]``,
-    LSE ``[T, H]``, counter ``[1]``, which is 0 before and after, the rest as in
-    :func:`attn.kernels.dense.prefill.prefill_kernel`. FP16_VALUES: values, and the weights they are
-    multiplied by, are fp16 and not of the query's type. HEADS is the number of tiles of PACKED
-    query heads; REGISTERS those of a consumer's thread.
+    columns, and so have values where SIZE is more than WIDTH. The extra descriptors are of boxes of
+    EXTRA columns, and None where these are 0 or 64. With BLOCK_SIZE 0 keys lie as queries do,
+    ``[1, T, Hk, SIZE]``. Out ``[T, H, SIZE]``, LSE ``[T, H]``, counter ``[1]``, which is 0 before
+    and after, the rest as in :func:`attn.kernels.dense.prefill.prefill_kernel`. FP16_VALUES:
+    values, and the weights they are multiplied by, are fp16 and not of the query's type. HEADS is
+    the number of tiles of PACKED query heads; REGISTERS those of a consumer's thread.
     """
     mask = Mask(
         causal_ptr=causal_ptr, ranges_ptr=ranges_ptr, num_ranges=num_ranges, window=window,
@@ -170,12 +174,17 @@ def hopper_prefill_kernel(
     DTYPE: gl.constexpr = q_desc.dtype
     HALVES: gl.constexpr = WIDTH // 64
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    JOINT: gl.constexpr = is_joint(WIDTH, KIND)
+    JOINT: gl.constexpr = is_joint(WIDTH + EXTRA, KIND)
+    # Columns of values beyond WIDTH.
+    VALUE_EXTRA: gl.constexpr = EXTRA if SIZE > WIDTH else 0
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     VALUE: gl.constexpr = gl.float16 if FP16_VALUES else DTYPE
     # Who waits for a tile of queries to be there.
     READERS: gl.constexpr = WARP_GROUPS + 1 if KIND > 0 and WIDTH <= 128 else WARP_GROUPS
-    BOXES: gl.constexpr = STAGES * HALVES * (KV_TILE // RUN)
+    RUNS: gl.constexpr = KV_TILE // RUN
+    BOXES: gl.constexpr = STAGES * HALVES * RUNS
+    MORE: gl.constexpr = gl.NVMMASharedLayout(2 * max(EXTRA, 16), 16, 2)
+    MORE_BOX: gl.constexpr = gl.NVMMASharedLayout(2 * max(EXTRA, 16), 16, 4)
     factor = scale
     if not SOFT_CAP:
         factor = scale * LOG2E
@@ -196,17 +205,23 @@ def hopper_prefill_kernel(
     v_tiles = reinterpret(v_boxes, VALUE, [STAGES, KV_TILE, WIDTH], LAYOUT)
     v_runs = reinterpret(v_boxes, VALUE, [BOXES, RUN, 64], LAYOUT)
     q_more, k_more, q_extra, k_extra = q_boxes, k_boxes, q_tiles, k_tiles
+    v_more, v_extra, v_more_runs = v_boxes, v_tiles, v_runs
     if EXTRA > 0:
         q_more = gl.allocate_shared_memory(
             DTYPE,
-            [Q_STAGES * WARP_GROUPS, 64 // PACKED, PACKED, 64],
-            gl.NVMMASharedLayout(128, 16, 3),
+            [Q_STAGES * WARP_GROUPS, 64 // PACKED, PACKED, EXTRA],
+            gl.NVMMASharedLayout(2 * EXTRA, 16, 3),
         )
-        k_more = gl.allocate_shared_memory(
-            DTYPE, [STAGES * (KV_TILE // RUN), 1, RUN, 1, 64], gl.NVMMASharedLayout(128, 16, 4)
-        )
-        q_extra = reinterpret(q_more, DTYPE, [Q_STAGES * WARP_GROUPS, 64, 64], LAYOUT)
-        k_extra = reinterpret(k_more, DTYPE, [STAGES, KV_TILE, 64], LAYOUT)
+        k_more = gl.allocate_shared_memory(DTYPE, [STAGES * RUNS, 1, RUN, 1, EXTRA], MORE_BOX)
+        q_extra = reinterpret(q_more, DTYPE, [Q_STAGES * WARP_GROUPS, 64, EXTRA], MORE)
+        k_extra = reinterpret(k_more, DTYPE, [STAGES, KV_TILE, EXTRA], MORE)
+    if VALUE_EXTRA > 0:
+        v_more = gl.allocate_shared_memory(VALUE, [STAGES * RUNS, 1, RUN, 1, EXTRA], MORE_BOX)
+        v_extra = reinterpret(v_more, VALUE, [STAGES, KV_TILE, EXTRA], MORE)
+        v_more_runs = reinterpret(v_more, VALUE, [STAGES * RUNS, RUN, EXTRA], MORE)
+    # Boxes of 64 columns are described once.
+    if EXTRA == 64:
+        q_extra_desc, k_extra_desc, v_extra_desc = q_desc, k_desc, v_desc
     records = gl.allocate_shared_memory(
         gl.int32, [Q_STAGES * RECORD, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
@@ -241,21 +256,24 @@ def hopper_prefill_kernel(
         EXTRA=EXTRA, SIZE=SIZE, KIND=KIND, DTYPE=DTYPE, VALUE=VALUE,
         SCORES=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16]),
         OUTPUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16]),
+        HELD=WIDTH + EXTRA <= 96,
+        EXTRA_OUTPUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, max(EXTRA, 16), 16]),
     )  # fmt: skip
     scaling = Scaling(factor=factor, soft_cap=soft_cap, SOFT_CAP=SOFT_CAP)
     queries = QueryRing(
-        desc=q_desc, boxes=q_boxes, extra_boxes=q_more, tiles=q_tiles, extra_tiles=q_extra,
-        records=records, full=q_full, empty=q_empty, STAGES=Q_STAGES,
+        desc=q_desc, extra_desc=q_extra_desc, boxes=q_boxes, extra_boxes=q_more, tiles=q_tiles,
+        extra_tiles=q_extra, records=records, full=q_full, empty=q_empty, STAGES=Q_STAGES,
     )  # fmt: skip
     keys = TileRing(
-        boxes=k_boxes, extra_boxes=k_more, tiles=k_tiles, extra_tiles=k_extra, runs=k_boxes,
-        words=k_words, full=k_full, empty=k_empty, STAGES=STAGES, HALVES=HALVES, EXTRA=EXTRA,
-        KV_TILE=KV_TILE, RUN=RUN,
+        extra_desc=k_extra_desc, boxes=k_boxes, extra_boxes=k_more, tiles=k_tiles,
+        extra_tiles=k_extra, runs=k_boxes, extra_runs=k_boxes, words=k_words, full=k_full,
+        empty=k_empty, STAGES=STAGES, HALVES=HALVES, EXTRA=EXTRA, KV_TILE=KV_TILE, RUN=RUN,
     )  # fmt: skip
     values = TileRing(
-        boxes=v_boxes, extra_boxes=v_boxes, tiles=v_tiles, extra_tiles=v_tiles, runs=v_runs,
-        words=v_words, full=v_full, empty=k_empty if JOINT else v_empty, STAGES=STAGES,
-        HALVES=HALVES, EXTRA=0, KV_TILE=KV_TILE, RUN=RUN,
+        extra_desc=v_extra_desc, boxes=v_boxes, extra_boxes=v_more, tiles=v_tiles,
+        extra_tiles=v_extra, runs=v_runs, extra_runs=v_more_runs, words=v_words, full=v_full,
+        empty=k_empty if JOINT else v_empty, STAGES=STAGES, HALVES=HALVES, EXTRA=VALUE_EXTRA,
+        KV_TILE=KV_TILE, RUN=RUN,
     )  # fmt: skip
     rings = Rings(keys=keys, values=values, cleared=cleared, JOINT=JOINT)
     # Tuples must be literals here: held in a variable, their constexprs become tensors.

@@ -118,6 +118,11 @@ class HopperLauncher(HopperVariants[HopperPlan]):
             rows = tensors.rows.words
         else:
             rows = self._described(keys.key, keys.value, fixed["RUN"], tensors)
+            columns = fixed["EXTRA"]
+            if 0 < columns < COLUMNS:
+                more = self._described(keys.key, keys.value, fixed["RUN"], tensors, columns)
+                box = (*_query_box(fixed)[:2], columns)
+                rows += (_queries.of("q_extra", tensors.query, box), *more)
         launcher(
             (plan.programs,),
             _queries.of("q", tensors.query, _query_box(fixed)),
@@ -189,10 +194,12 @@ class HopperLauncher(HopperVariants[HopperPlan]):
         words = [stride // 4 for stride in (*key.stride()[:3], *value.stride()[:3])]
         names = ("k_block", "k_token", "k_head", "v_block", "v_token", "v_head")
         fixed |= dict(zip(names, words, strict=True))
-        rows, unused = ("k_desc", "v_desc"), ("key_ptr", "value_ptr")
+        rows: tuple[str, ...] = ("k_desc", "v_desc")
         if self._is_quantised:
-            rows, unused = unused, rows
-        fixed |= dict.fromkeys(unused)
+            rows = ("key_ptr", "value_ptr")
+        elif 0 < tile.extra < COLUMNS:
+            rows += _EXTRA
+        fixed |= dict.fromkeys({*_ROWS, *_EXTRA} - {*rows})
         fixed |= absent_arguments(optional, hopper_prefill_kernel.arg_names)
         return Launcher(
             hopper_prefill_kernel,
@@ -217,6 +224,10 @@ def _kind_of(cache_dtype: CacheDType) -> int:
     return E5M2 if cache_dtype is CacheDType.FP8_E5M2 else E4M3
 
 
+_ROWS = ("k_desc", "v_desc", "key_ptr", "value_ptr")
+"""Descriptors of keys and values, or pointers to them."""
+_EXTRA = ("q_extra_desc", "k_extra_desc", "v_extra_desc")
+"""Descriptors of the columns of a second product, where they are fewer than a box has."""
 _VARYING = (
     "plan",
     "programs",

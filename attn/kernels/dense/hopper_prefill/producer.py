@@ -46,7 +46,7 @@ def _load_tile(
             async_load(desc, [page, row, kv_head, half * 64], full, box)
         if ring.EXTRA > 0:
             box = ring.extra_boxes.index(stage * RUNS + run)
-            async_load(desc, [page, row, kv_head, HALVES * 64], full, box)
+            async_load(ring.extra_desc, [page, row, kv_head, HALVES * 64], full, box)
 
 
 @gluon.jit
@@ -67,7 +67,7 @@ def load_queries(turn, tile, queries, shape, WARPS: gl.constexpr):
             async_load(queries.desc, [row, head, half * 64], full, box)
         if shape.EXTRA > 0:
             box = queries.extra_boxes.index(place)
-            async_load(queries.desc, [row, head, HALVES * 64], full, box)
+            async_load(queries.extra_desc, [row, head, HALVES * 64], full, box)
 
 
 @gluon.jit

@@ -194,6 +194,7 @@ def hopper_mla_narrow_kernel(
     )  # fmt: skip
     tile = Tile(
         GROUP=GROUP, TILE_HEADS=TILE_HEADS, USED=TILE_HEADS * QUERY_TOKENS, ROWS=16, SIZE=512,
+        WIDTH=512,
         DTYPE=COMPUTE, E4M3=E4M3, SCORES=OUTPUT, OUTPUT=OUTPUT, CONSUMERS=1,
         FINISH_ROWS=FINISH_ROWS, FINISH_WIDTH=FINISH_WIDTH,
     )  # fmt: skip

@@ -115,6 +115,7 @@ def hopper_mla_kernel(
     )  # fmt: skip
     tile = Tile(
         GROUP=GROUP, TILE_HEADS=TILE_HEADS, USED=TILE_HEADS * QUERY_TOKENS, ROWS=64, SIZE=2 * HALF,
+        WIDTH=2 * HALF,
         DTYPE=DTYPE, E4M3=False, SCORES=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16]),
         OUTPUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16]), CONSUMERS=2,
         FINISH_ROWS=0, FINISH_WIDTH=0,
