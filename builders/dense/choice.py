@@ -76,6 +76,9 @@ class LayerRequirements:
     """Type of the model's elements; None where it is not known."""
     cache_dtype: CacheDType | None = None
     """Type of the cache's elements; None where it is not known."""
+    dequantised: bool = False
+    """Elements of 16 bits were dequantised from an 8-bit cache. The tile then has as many query rows
+    as one that dequantises its own keys, since a step takes either."""
     alignments: tuple[tuple[str, int], ...] = ()
     """Name of a tensor and bytes that its rows are aligned to, for the tensors that are known."""
 
@@ -189,10 +192,13 @@ def hopper_tile(
         if shape.width <= 128:
             return HopperTile(packed, 2, 128, 128, min(run, 128), 2, 2, 192)
         return HopperTile(packed, 2, 64, 256, min(run, 64), 1, 2, 208)
-    return _tile_of_16_bits(packed, run, *_columns(shape.head_size), is_pair)
+    columns = _columns(shape.head_size)
+    return _tile_of_16_bits(packed, run, *columns, is_pair, asks.dequantised)
 
 
-def _tile_of_16_bits(packed: int, run: int, width: int, extra: int, is_pair: bool) -> HopperTile:
+def _tile_of_16_bits(
+    packed: int, run: int, width: int, extra: int, is_pair: bool, dequantised: bool
+) -> HopperTile:
     """The Hopper prefill kernel's tile over keys and values of 16 bits.
 
     Args:
@@ -201,6 +207,7 @@ def _tile_of_16_bits(packed: int, run: int, width: int, extra: int, is_pair: boo
         width: columns of the first product.
         extra: columns of the second product, or 0.
         is_pair: values have the columns of the first product only.
+        dequantised: the elements were dequantised from an 8-bit cache.
     """
     # Measured: narrow heads are fastest with 192 query rows. Wide heads have large accumulators, so
     # their tiles have fewer keys.
@@ -211,7 +218,7 @@ def _tile_of_16_bits(packed: int, run: int, width: int, extra: int, is_pair: boo
     if extra:
         return HopperTile(packed, 2, 64, width, min(run, 64), 2, 2, 240, extra)
     if width <= 64:
-        if is_by_ptxas_13():
+        if dequantised or is_by_ptxas_13():
             # ptxas 13 spills in the loops of products if there are three warp groups.
             return HopperTile(packed, 2, 128, 64, min(run, 128), 2, 4, 232)
         return HopperTile(packed, 3, 128, 64, min(run, 128), 2, 4, 160)

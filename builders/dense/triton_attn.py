@@ -221,7 +221,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             return None
         if not config.exact_host_lengths:
             return None
-        asks = replace(self._asks(), cache_dtype=CacheDType.AUTO)
+        asks = replace(self._asks(), cache_dtype=CacheDType.AUTO, dequantised=True)
         tile = hopper_tile(replace(self.shape, stored_bits=16), self.gpu.kind, PAGE, asks)
         sides = of_cache.query_tile, of_cache.kv_tile
         if isinstance(tile, str) or (tile.query_tile, tile.kv_tile) != sides:

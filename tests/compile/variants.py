@@ -473,6 +473,15 @@ HOPPER_VARIANTS: Final = (
     _only(_H, "fp8 dequantised", 90, cache=_FP8, speed=True, dequantised=True),
     _only(
         _H,
+        "fp8 dequantised 64/8/64 window sinks",
+        **{"cache": _FP8, "heads": (64, 8, 64), "window": 128, "sinks": True},
+        dequantised=True,
+        speed=True,
+    ),
+    _only(_H, "fp8 dequantised 32/8/80", cache=_FP8, heads=(32, 8, 80), dequantised=True),
+    _only(_H, "fp8 dequantised 16/8/192", cache=_FP8, heads=(16, 8, 192), dequantised=True),
+    _only(
+        _H,
         "fp8 dequantised 16/8/256 sinks",
         cache=_FP8,
         heads=(16, 8, 256),

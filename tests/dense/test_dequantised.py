@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import builders.dense.choice
 import builders.dense.triton_attn
 from builders.batch import CommonAttentionMetadata
 from builders.buffers import GraphBuffers
@@ -158,6 +159,18 @@ def dequantised_of(record: TritonAttentionMetadata) -> DequantisedKeys | None:
     return record.prefill.hopper.dequantised
 
 
+@pytest.mark.parametrize("by_13", [False, True])
+@pytest.mark.parametrize("head_size", range(48, 257, 8))
+def test_prompts_of_every_head_size_are_dequantised(
+    head_size: int, by_13: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A tile over dequantised keys has the query tokens and the keys of one that dequantises them.
+    monkeypatch.setattr(builders.dense.choice, "is_by_ptxas_13", lambda: by_13)
+    spec = FullAttentionSpec(**FIELDS | {"head_size": head_size})
+    builder = builder_of(monkeypatch, spec, prefill_workspace_bytes=1 << 25)
+    assert dequantised_of(builder.build(0, batch_of([600], [800]))) is not None
+
+
 def test_prompts_long_enough_are_dequantised(monkeypatch: pytest.MonkeyPatch) -> None:
     builder = builder_of(monkeypatch)
     pages = dequantised_of(builder.build(0, batch_of([600, 1], [800, 5])))
@@ -203,7 +216,6 @@ def test_other_blocks_are_dequantised_and_other_lengths_are_not(
         (None, {"exact_host_lengths": False}),
         (None, {"rswa_window": 8}),
         (FullAttentionSpec(**FIELDS | {"cache_dtype": CacheDType.AUTO}), {}),
-        (FullAttentionSpec(**FIELDS | {"head_size": 64}), {}),
         (ChunkedLocalAttentionSpec(**FIELDS, attention_chunk_size=64), {}),
         (CrossAttentionSpec(**FIELDS), {"kernels": Kernels.own(decode=DecodeKernel.TRITON)}),
     ],

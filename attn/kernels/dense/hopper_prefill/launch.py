@@ -13,7 +13,7 @@ from attn.kernels.dense.constants import absent_arguments
 from attn.kernels.dense.hopper_launch import COLUMNS, Descriptors, HopperVariants, asked
 from attn.kernels.dense.hopper_prefill.kernel import hopper_prefill_kernel
 from attn.kernels.lang.memory import alignment
-from attn.kernels.lang.stored import E4M3, E5M2, NATIVE
+from attn.kernels.lang.stored import DEQUANTISED, E4M3, E5M2, NATIVE
 from builders.dense.choice import (
     DENSE_OPTION,
     LATENT_OPTION,
@@ -34,11 +34,16 @@ if TYPE_CHECKING:
 
 
 def tile_of(
-    layer: DenseLayer, plan: HopperPlan, step: TritonAttentionMetadata, tensors: DenseTensors
+    layer: DenseLayer,
+    plan: HopperPlan,
+    step: TritonAttentionMetadata,
+    tensors: DenseTensors,
+    dequantised: bool = False,
 ) -> HopperTile | None:
     """The tile with which the prefill kernel serves a step of a layer; None where it does not.
 
     The builder has asked the same question with what it knew; here the tensors are known too.
+    ``dequantised`` is True for keys and values of the workspace of a quantised cache.
 
     Raises:
         ValueError: the kernel is asked for by name and does not serve the step, or the plan is for
@@ -47,6 +52,7 @@ def tile_of(
     shape, block_size, asks = asked(layer, step, tensors)
     asks = replace(
         asks,
+        dequantised=dequantised,
         alignments=(("query", alignment(tensors.query)), *asks.alignments),
     )
     wanted = PrefillKernel.HOPPER if plan.is_required else PrefillKernel.AUTO
@@ -147,7 +153,7 @@ class HopperLauncher(HopperVariants[HopperPlan]):
         optional: Mapping[str, Any],
     ) -> Launcher | None:
         check_call(self._layer, step, tensors)
-        tile = tile_of(self._layer, plan, step, tensors)
+        tile = tile_of(self._layer, plan, step, tensors, self._kind == DEQUANTISED)
         if tile is None:
             return None
         layer, output, lse = self._layer, tensors.output, tensors.lse
