@@ -77,8 +77,8 @@ class LayerRequirements:
     cache_dtype: CacheDType | None = None
     """Type of the cache's elements; None where it is not known."""
     dequantised: bool = False
-    """Elements of 16 bits were dequantised from an 8-bit cache. The tile then has as many query rows
-    as one that dequantises its own keys, since a step takes either."""
+    """Elements of 16 bits were dequantised from an 8-bit cache. The tile then has the query rows of
+    a tile that dequantises its own keys, since a step takes either."""
     alignments: tuple[tuple[str, int], ...] = ()
     """Name of a tensor and bytes that its rows are aligned to, for the tensors that are known."""
 
