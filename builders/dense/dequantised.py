@@ -31,7 +31,8 @@ PAGE = 128
 WORKSPACE_BYTES = 256 << 20
 """Most bytes of the workspace where the engine names no bound."""
 LEAST_ROWS = 1024
-"""Query rows of a KV head that see a key, on average, from which on keys are dequantised once.
+"""Query rows of a KV head that are multiplied by a key, on average, from which on keys are
+dequantised once.
 
 To write a dequantised key and read it again takes 0.2 ns. To dequantise it in every tile takes 40 %
 of the time of its products, which is 0.3 ps for each query row."""
@@ -62,7 +63,8 @@ class HostRows:
     pages: int
     """Pages of the workspace that their keys fill."""
     rows_per_key: float
-    """Query rows of a KV head that see a key, on average over the keys."""
+    """Query rows of a KV head that are multiplied by a key, on average over the keys. A window does
+    not reach whole tiles of keys, of which every key is multiplied."""
 
 
 class DequantisedPages:
@@ -110,7 +112,7 @@ class DequantisedPages:
             buffers.declare(name, (self.capacity, shape.num_kv_heads, PAGE, size), kind)
 
     def host_rows(self, query_lens: torch.Tensor, kv_lens: torch.Tensor) -> HostRows:
-        """Pages that a step's long requests fill, and how many query rows see a key of theirs.
+        """Pages that a step's long requests fill, and the query rows that their keys multiply.
 
         Args:
             query_lens: ``[R]`` on the host: new tokens of each request, exact.
@@ -121,7 +123,7 @@ class DequantisedPages:
         first, seen = torch.zeros_like(keys), keys
         if self.window is not None:
             first = (keys - queries - (self.window - 1)).clamp(min=0) // PAGE
-            seen = keys.clamp(max=self.window)
+            seen = keys.clamp(max=self.window + PAGE)
         dequantised = int((keys - first * PAGE).sum())
         pairs = int((queries * seen).sum())
         pages = int(((keys + (PAGE - 1)) // PAGE - first).sum())
@@ -130,8 +132,8 @@ class DequantisedPages:
     def plan(self, batch: CommonAttentionMetadata) -> DequantisedKeys | None:
         """The workspace of a step; one launch writes its tables.
 
-        None if fewer than ``LEAST_ROWS`` query rows see a key, if the workspace is too small, or if
-        the batch has no host lengths.
+        None if a key is multiplied by fewer than ``LEAST_ROWS`` query rows, if the workspace is too
+        small, or if the batch has no host lengths.
 
         Args:
             batch: a batch with exact lengths on the host.

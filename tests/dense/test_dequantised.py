@@ -186,6 +186,15 @@ def test_prompts_long_enough_are_dequantised(monkeypatch: pytest.MonkeyPatch) ->
     assert dequantised_of(builder.build(0, batch)) is None
 
 
+def test_a_window_s_keys_count_with_their_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A layer of gpt-oss: 8 query heads to a KV head and a window of 128 keys, 1,024 query rows for
+    # a key. A chunk of a prompt reads keys of the chunk before, so that on average there are fewer.
+    shape = {"head_size": 64, "num_kv_heads": 1}
+    spec = SlidingWindowSpec(**FIELDS | shape, sliding_window=128)
+    builder = builder_of(monkeypatch, spec)
+    assert dequantised_of(builder.build(0, batch_of([1000], [2000]))) is not None
+
+
 def test_other_blocks_are_dequantised_and_other_lengths_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
