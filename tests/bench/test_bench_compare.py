@@ -175,6 +175,8 @@ def test_an_engine_has_the_contenders_backend_and_cache():
     ("name", "part"),
     [
         ("hopper_narrow_sparse_kernel", PartName.ATTENTION),
+        ("dequantise_kernel", PartName.ATTENTION),
+        ("dequantised_pages_kernel", PartName.ATTENTION),
         ("void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<", "attention"),
         ("void sm90::decode::sparse_fp8::flash_fwd_splitkv_mla_fp8_sparse_kernel<", "attention"),
         ("_convert_req_index_to_global_index_kernel", PartName.ATTENTION),

@@ -36,7 +36,7 @@ _ATTENTION: Final = re.compile(
     r"|hopper_sparse|hopper_narrow_sparse|sparse_mla|fold_cuts|fold_states|write_kv_kernel"
     r"|latent_convert|topk_transform|join_lists|rope_quantize|expand_kernel|merge_kernel|\bplan_kernel"
     r"|page_list_kernel|latent_table_kernel|sparse_rows_kernel|clear_kernel|quantize_rows"
-    r"|pack_query_kernel|unpack_state_kernel"
+    r"|pack_query_kernel|unpack_state_kernel|dequantised?_"
     # vLLM's.
     r"|flash|fmha|splitkv|mla_metadata|sparse_attn|kernel_unified_attention|reduce_segments"
     r"|_kernel_stage|_fwd_kernel|_fwd_grouped|reshape_and_cache|concat_and_cache|merge_attn_states"
