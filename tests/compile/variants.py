@@ -45,7 +45,7 @@ from builders.sparse.hopper_tiles import hopper_sparse_tile, usual_options
 from builders.sparse.tiles import SparseShape
 from specs.attention import AttentionType
 from specs.cache_write import CacheTarget, Rotation
-from specs.devices import KNOWN_DEVICES
+from specs.devices import KNOWN_DEVICES, GpuFacts
 from specs.dtypes import CacheDType, DType
 from specs.engine import DecodeKernel, EngineConfig, Kernels, PrefillKernel, SpeculativeConfig
 from specs.kv_cache import (
@@ -596,7 +596,7 @@ def call_of(variant: Variant, target: int) -> KernelCall:
         if variant.kernel is Kernel.MLA_DECODE:
             return _latent_call(layer)
         if variant.kernel in (Kernel.MLA_PREFILL, Kernel.MLA_EXPAND):
-            return _expanded_call(layer, variant.kernel, target >= 89)
+            return _expanded_call(layer, variant.kernel, DEVICES[target].facts)
         if variant.kernel in (Kernel.HOPPER_MLA, Kernel.HOPPER_MLA_FOLD):
             return _hopper_latent_call(layer, variant.kernel)
         return _attention_call(layer, variant.kernel)
@@ -732,7 +732,7 @@ def _latent_spec(layer: Layer) -> MLAAttentionSpec | SlidingWindowMLASpec:
     return MLAAttentionSpec(**sizes)
 
 
-def _expanded_call(layer: Layer, kernel: Kernel, hardware_e4m3: bool) -> KernelCall:
+def _expanded_call(layer: Layer, kernel: Kernel, gpu: GpuFacts) -> KernelCall:
     """Prefills of TRITON_MLA with expanded heads, over the new tokens or over the context."""
     heads, _, size = layer.heads
     rank, dtype, spec = layer.v_size, layer.dtype.torch, _latent_spec(layer)
@@ -755,7 +755,7 @@ def _expanded_call(layer: Layer, kernel: Kernel, hardware_e4m3: bool) -> KernelC
     tokens = batch.num_actual_tokens
     row = torch.zeros(tokens, size, dtype=dtype)
     with (
-        mock.patch("attn.impls.latent.base.converts_float8", return_value=hardware_e4m3),
+        mock.patch("attn.impls.latent.base.device_facts", return_value=gpu),
         collected_calls() as calls,
     ):
         impl.forward_mha(
