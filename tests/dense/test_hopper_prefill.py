@@ -107,10 +107,10 @@ def launched(
     monkeypatch.setattr(SplitPlanner, "prefill_plan", of_few)
     monkeypatch.setattr(Trial, "prefill_kernel", PrefillKernel.HOPPER)
     in_registers = {
-        "_pack": lambda weights, dtype, tile: weights,
-        "_unpack": lambda pairs, dtype, tile, layout: pairs.astype(dtype),
-        "_anew": lambda place, asm: place,
-        "_computed": lambda sums: sums,
+        "pack": lambda weights, dtype, tile: weights,
+        "unpack": lambda pairs, dtype, tile, layout: pairs.astype(dtype),
+        "anew": lambda place, asm: place,
+        "computed": lambda sums: sums,
         "_up_to": lambda scores, key, last: _kept(scores, key <= last),
         "_within": lambda scores, key, query, window: _kept(
             scores, (query - key >= 0) & (query - key < window)
