@@ -146,9 +146,9 @@ def _write(m, l, acc, rest, tile, scaling, v_factor, out, values, shape):
     inverse = v_factor / gl.where(some, l, 1.0)
     if out.FP8_OUT:
         inverse = inverse / gl.load(out.output_scale_ptr)
-    store_rows(scaled(acc, inverse), 0, tile, out, shape)
+    store_rows(scaled(acc, inverse), 0, tile, tile.left, out, shape)
     if values.EXTRA > 0:
-        store_rows(scaled(rest, inverse), shape.WIDTH, tile, out, shape)
+        store_rows(scaled(rest, inverse), shape.WIDTH, tile, tile.left, out, shape)
     if out.LSE:
         lse = gl.where(some, (m + gl.log2(l)) * _LN2, float("-inf"))
         lse_ptr = out.lse_ptr + at * wide(out.lse_token) + tile.head * PACKED + row % PACKED

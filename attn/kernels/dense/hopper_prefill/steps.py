@@ -209,8 +209,8 @@ def _taken_apart(row, OWN: gl.constexpr, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def store_rows(result, first, tile, out, shape):
-    """Write columns from ``first`` on of a warp group's rows."""
+def store_rows(result, first, tile, left, out, shape):
+    """Write columns from ``first`` on of the rows of a warp group's first ``left`` tokens."""
     PACKED: gl.constexpr = shape.PACKED
     WIDTH: gl.constexpr = result.shape[1]
     OUTPUT: gl.constexpr = result.type.layout
@@ -231,7 +231,7 @@ def store_rows(result, first, tile, out, shape):
     column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, ROWS)) + first
     offset = (tile.row + token).to(gl.int64) * wide(out.out_token)
     offset += (tile.head * PACKED + lane) * wide(out.out_head)
-    mask = (token < tile.left)[:, None] & (column < shape.SIZE)[None, :]
+    mask = (token < left)[:, None] & (column < shape.SIZE)[None, :]
     if IS_NARROW:
         places = offset[:, None] + column[None, :]
     else:
