@@ -149,8 +149,7 @@ def prefill_kernel_of(
         ValueError: the Hopper kernel is wanted by name and does not serve.
     """
     found = hopper_tile(shape, kind, block_size, asks)
-    left = "its times with batch invariance are not known" if asks.batch_invariant else None
-    return chosen_kernel(option, wanted, found, left=left)
+    return chosen_kernel(option, wanted, found)
 
 
 def hopper_tile(

@@ -253,11 +253,12 @@ def test_layers_whose_prompts_it_leaves_to_other_kernels(
     assert said in str(error.value)
 
 
-def test_left_to_itself_an_engine_does_not_take_it() -> None:
+def test_left_to_itself_an_engine_takes_it() -> None:
     asks = replace(ASKED, kv_tile=64)
     tile, why = prefill_kernel_of(SHAPE, DeviceKind.SM90, 16, asks, PrefillKernel.AUTO)
-    assert tile is None
-    assert "its times with batch invariance are not known" in why
+    assert tile is not None
+    assert tile.kv_tile == 64
+    assert "it serves this layer" in why
 
 
 @pytest.mark.parametrize(
