@@ -60,6 +60,9 @@ class LayerRequirements:
     batch_invariant: bool = False
     """The result has the same bits however a prompt is cut into chunks; prompts of dense layers
     then have the bits of the split-KV kernel, see :func:`segmented_prefill_of`."""
+    kv_tile: int | None = None
+    """Keys of the split-KV kernel's tiles, whose bits the Hopper prefill kernel's rows are to have;
+    read with ``batch_invariant``, where None says that no prompt has a kernel of its own."""
     is_local: bool = False
     """Queries see a window or a chunk only."""
     dcp: bool = False
@@ -178,13 +181,17 @@ def hopper_tile(
             f"head size {shape.head_size} is not that of values, {shape.head_size_v}, nor are they "
             "192 and 128 of 16 bits"
         )
-    if asks.batch_invariant:
+    if asks.batch_invariant and asks.kv_tile is None:
         return "batch invariance, for which every row has the bits of the split-KV kernel"
     refused = refusal_of(asks)
     if refused is not None:
         return refused
     run = block_size & -block_size if block_size else 128
     packed = min(shape.group & -shape.group, 64)
+    if asks.batch_invariant and asks.kv_tile is not None:
+        if is_pair:
+            return "batch invariance and heads of 192 and 128 elements"
+        return _segmented_tile(packed, run, asks.kv_tile, *_columns(shape.head_size))
     if shape.stored_bits == 8:
         # Producers dequantise and need registers too: two warp groups, or one at head size 256.
         if shape.width <= 64:
@@ -225,6 +232,31 @@ def _tile_of_16_bits(
     if width <= 128:
         return HopperTile(packed, 2, 128, 128, min(run, 128), 2, 2, 240)
     return HopperTile(packed, 2, 64, 256, min(run, 64), 1, 2, 224)
+
+
+def _segmented_tile(packed: int, run: int, kv_tile: int, width: int, extra: int) -> HopperTile:
+    """The Hopper prefill kernel's tile where its rows have the bits of the split-KV kernel's.
+
+    There are two states, of a segment and of those before it. Where registers have no room for
+    both, the second one waits in memory.
+
+    Args:
+        packed: query heads of a tile.
+        run: consecutive tokens of a page, or more than a tile has.
+        kv_tile: keys of a tile.
+        width: columns of the first product.
+        extra: columns of the second product, or 0.
+    """
+    # ptxas 13 keeps more values in registers.
+    stores = width + extra > (64 if is_by_ptxas_13() else 128)
+    # Queries of narrow heads leave room for those of the next tile.
+    query_stages = 2 if width + extra <= 128 else 1
+    room = 216 * 1024 - query_stages * 256 * (width + extra)
+    stages = min(room // (4 * kv_tile * (width + extra)), 6)
+    return HopperTile(
+        packed, 2, kv_tile, width, min(run, kv_tile), query_stages, stages, 232 if stores else 240,
+        extra, stores,
+    )  # fmt: skip
 
 
 def segmented_prefill_of(

@@ -150,13 +150,14 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         return builder
 
     def _new_planner(self, buffers: GraphBuffers, depends_on_batch: bool = False) -> SplitPlanner:
-        config, segmented = self.vllm_config, None
+        config, segmented, asks = self.vllm_config, None, self._asks()
         tokens = config.max_decode_query_len
         if config.batch_invariant and not self.is_encoder and not depends_on_batch:
             split = split_tile(self.shape, self.gpu, tokens, self._limits.window)
             wanted = config.kernels.dense.decode
-            found = segmented_prefill_of(self.shape, self.gpu, split, self._asks(), wanted)
-            segmented = None if isinstance(found, str) else found
+            found = segmented_prefill_of(self.shape, self.gpu, split, asks, wanted)
+            if not isinstance(found, str):
+                segmented, asks = found, replace(asks, kv_tile=found.kv_tile)
         hopper_decode = None
         if segmented is None and not depends_on_batch:
             hopper_decode = self._hopper_decode_tile()
@@ -165,7 +166,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             segmented=segmented,
             depends_on_batch=depends_on_batch,
             takes_rows=not self.is_encoder,
-            hopper=self._hopper_tile(),
+            hopper=self._hopper_tile(asks),
             requires_hopper=config.kernels.dense.prefill is PrefillKernel.HOPPER,
             hopper_decode=hopper_decode,
             requires_hopper_decode=config.kernels.dense.decode is DecodeKernel.HOPPER,
@@ -188,12 +189,12 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         """Tokens of a page of the cache; 0 for encoders, which have no pages."""
         return 0 if self.is_encoder else self.kv_cache_spec.block_size
 
-    def _hopper_tile(self) -> HopperTile | None:
+    def _hopper_tile(self, asks: LayerRequirements) -> HopperTile | None:
         """The Hopper prefill kernel's tile; None if no layer of this group may take the kernel."""
         wanted = self.vllm_config.kernels.dense.prefill
         if wanted is PrefillKernel.AUTO and not runs_gluon(self.device):
             return None
-        return prefill_kernel_of(self.shape, self.gpu.kind, self._page, self._asks(), wanted)[0]
+        return prefill_kernel_of(self.shape, self.gpu.kind, self._page, asks, wanted)[0]
 
     def _hopper_decode_tile(self) -> HopperDecodeTile | None:
         """The Hopper split-KV kernel's tile; None if layers of this group do not take it."""

@@ -209,8 +209,19 @@ class SplitPlanner:
         buffers.declare("sums", (states * 2,), fp32)
         rows = self.prefill_programs * self.prefill.query_tile
         slots = 2 if self.prefill.stores_totals else 1
-        buffers.declare("prefill_states", (slots * rows * width,), fp32)
-        buffers.declare("prefill_sums", (rows * 2,), fp32)
+        hopper = self._hopper_rows()
+        buffers.declare("prefill_states", (max(slots * rows, hopper) * width,), fp32)
+        buffers.declare("prefill_sums", (max(rows, hopper) * 2,), fp32)
+
+    def _hopper_rows(self) -> int:
+        """Rows of the Hopper prefill kernel's states (batch invariance)."""
+        tile = self.hopper
+        if tile is None or not self.is_segmented:
+            return 0
+        rows = self.num_multiprocessors * tile.warp_groups * 64
+        if tile.stores_totals:
+            return 2 * rows
+        return rows if self.segment_groups > 1 else 0
 
     @property
     def scratch_bytes(self) -> int:
@@ -462,7 +473,7 @@ class SplitPlanner:
             group = self.segment_group if self.segment_groups > 1 else 0
             states, sums = self.buffers["prefill_states"], self.buffers["prefill_sums"]
             unit, apart = self.tile.segment_unit, self.tile.sums_apart
-            segmented = SegmentedKeys(unit, group, apart, states, sums)
+            segmented = SegmentedKeys(self.tile.kv_tile, unit, group, apart, states, sums)
             if self.prefill_programs:
                 programs = min(programs, self.prefill_programs)
         if self.hopper is not None:
@@ -474,6 +485,7 @@ class SplitPlanner:
                 self.buffers["taken"],
                 self.num_multiprocessors,
                 self.requires_hopper,
+                segmented=segmented,
             )
         starts = view("tile_starts", num_reqs + 1)
         return PrefillPlan(self.prefill, starts, programs, hopper, segmented)

@@ -239,6 +239,32 @@ class DequantisedKeys:
 
 
 @dataclass(frozen=True)
+class SegmentedKeys:
+    """How the prefill kernels cut keys so that their rows have the split-KV kernel's bits."""
+
+    kv_tile: int
+    """Keys of a tile."""
+    segment_unit: int
+    """Positions of :mod:`builders.splitkv.segments` that a tile of keys spans."""
+    segment_group: int
+    """Segments of a segment group; 0 where every request has one segment group."""
+    sums_apart: int
+    """:attr:`SplitTile.sums_apart` of the split-KV kernel's tile."""
+    states: torch.Tensor
+    """fp32 scratch: outputs of each program's query rows over whole segment groups, and behind them
+    those over segments of one group if the kernel's tile ``stores_totals``; empty where nothing
+    needs it."""
+    sums: torch.Tensor
+    """fp32 scratch of the portable kernel: two numbers for each query row of a state, its maximum
+    and its sum."""
+
+    @property
+    def static(self) -> tuple[int, ...]:
+        """Everything that a prefill kernel is compiled for."""
+        return self.kv_tile, self.segment_unit, self.segment_group, self.sums_apart
+
+
+@dataclass(frozen=True)
 class HopperPlan:
     """The step's plan for the Hopper prefill kernel, in layers with tiles of ``query_tile``."""
 
@@ -259,29 +285,15 @@ class HopperPlan:
     dequantised: DequantisedKeys | None = None
     """Workspace into which keys and values of a quantised cache are dequantised first; None where
     each tile dequantises the keys that it reads."""
+    segmented: SegmentedKeys | None = None
+    """How keys are cut with batch invariance; None where they are one run.
+
+    The kernel's states then have slots for ``programs`` programs."""
 
     @cached_property
     def pointers(self) -> Pointers:
         """The plan's tensors, in the order of the fields and of :data:`TILE_POINTERS`."""
         return Pointers(self.tile_starts, self.num_tiles, self.counter)
-
-
-@dataclass(frozen=True)
-class SegmentedKeys:
-    """How the prefill kernel cuts keys so that its rows have the split-KV kernel's bits."""
-
-    segment_unit: int
-    """Positions of :mod:`builders.splitkv.segments` that a tile of keys spans."""
-    segment_group: int
-    """Segments of a segment group; 0 where every request has one segment group."""
-    sums_apart: int
-    """:attr:`SplitTile.sums_apart` of the split-KV kernel's tile."""
-    states: torch.Tensor
-    """fp32 scratch: outputs of each program's query rows over whole segment groups, and behind them
-    those over segments of one group if :attr:`PrefillTile.stores_totals`; empty where nothing
-    needs it."""
-    sums: torch.Tensor
-    """fp32 scratch: two numbers for each query row of a state, its maximum and its sum."""
 
 
 @dataclass(frozen=True)
@@ -310,7 +322,7 @@ class PrefillPlan:
         cuts = self.segmented
         if cuts is None:
             return (self.tile,)
-        return self.tile, cuts.segment_unit, cuts.segment_group, cuts.sums_apart
+        return self.tile, *cuts.static
 
 
 def longest_short_query(num_kv_heads: int, tile: SplitTile, max_query_len: int) -> int:

@@ -142,6 +142,8 @@ class HopperTile:
     """Registers of a thread that multiplies."""
     extra: int = 0
     """Columns that keys have beyond ``width``; if there are any, ``width`` is that of values."""
+    stores_totals: bool = False
+    """Outputs over earlier segments wait in memory and not in registers (batch invariance)."""
 
     @property
     def rows_per_group(self) -> int:

@@ -265,7 +265,8 @@ class Compiler:
             else:
                 words, rows = given["K_USED"] + given["V_USED"], given["key_ptr"]
             pipeline = (call.num_stages - 1) * given["KV_TILE"] * words * rows.element_size()
-        invariant = variant.kernel.attends and variant.layer.batch_invariant
+        attends = variant.kernel.attends or variant.kernel is Kernel.HOPPER_PREFILL
+        invariant = attends and variant.layer.batch_invariant
         return self._facts(call, target, pipeline, variant.kernel.is_of_hopper, invariant)
 
     def _facts(

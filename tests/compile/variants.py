@@ -410,10 +410,12 @@ MLA_VARIANTS: Final = (
     _of_latents(Kernel.TOPK_TRANSFORM, "gathered", speed=True, index_kind=IndexKind.GATHERED),
 )
 
+_H, _HD, _HL = Kernel.HOPPER_PREFILL, Kernel.HOPPER_DECODE, Kernel.HOPPER_MLA
+_HS = Kernel.HOPPER_SPARSE
 _INVARIANT: Final[dict[str, Any]] = {"batch_invariant": True}
 
 INVARIANT_VARIANTS: Final = (
-    # Both kernels of a layer must make the same bits.
+    # All kernels of a layer must make the same bits.
     *_attending("32/8/128", 90, speed=True, **_INVARIANT),
     *_attending("64/8/64", speed=True, heads=(64, 8, 64), **_INVARIANT),
     *_attending("16/8/256", 90, speed=True, heads=(16, 8, 256), **_INVARIANT),
@@ -428,10 +430,27 @@ INVARIANT_VARIANTS: Final = (
     ),
     _only(_P, "64/8/64 window sinks", heads=(64, 8, 64), window=128, sinks=True, **_INVARIANT),
     _only(_D, "verify 4", drafts=3, **_INVARIANT),
+    _only(_H, "32/8/128", 90, speed=True, **_INVARIANT),
+    _only(_H, "64/8/64", 90, speed=True, heads=(64, 8, 64), **_INVARIANT),
+    _only(_H, "32/32/96", speed=True, heads=(32, 32, 96), **_INVARIANT),
+    _only(_H, "16/8/192", speed=True, heads=(16, 8, 192), **_INVARIANT),
+    # Triton 3.9 spills, outside of the loop over tiles that every row sees.
+    _only(_H, "16/8/256", 90, heads=(16, 8, 256), **_INVARIANT),
+    _only(_H, "window 1024", 90, speed=True, window=1024, **_INVARIANT),
+    _only(_H, "64/8/64 window sinks", heads=(64, 8, 64), window=128, sinks=True, **_INVARIANT),
+    _only(_H, "cap sinks", 90, soft_cap=30.0, sinks=True, **_INVARIANT),
+    _only(
+        _H, "16/8/256 soft cap window", heads=(16, 8, 256), soft_cap=30.0, window=1024, **_INVARIANT
+    ),
+    _only(
+        _H, "8/1/128 fp16 verify 8", heads=(8, 1, 128), dtype=DType.FLOAT16, drafts=7, **_INVARIANT
+    ),
+    _only(_H, "chunks lookback", chunk=8192, lookback=1, **_INVARIANT),
+    _only(_H, "ranges", ranges=True, **_INVARIANT),
+    _only(_H, "fp8 output lse", fp8_output=True, lse=True, **_INVARIANT),
+    _only(_H, "32/8/160", heads=(32, 8, 160), **_INVARIANT),
 )
 
-_H, _HD, _HL = Kernel.HOPPER_PREFILL, Kernel.HOPPER_DECODE, Kernel.HOPPER_MLA
-_HS = Kernel.HOPPER_SPARSE
 _EXPANDED: Final[dict[str, Any]] = {"heads": (16, 16, 192), "head_size_v": 128}
 
 HOPPER_VARIANTS: Final = (

@@ -16,7 +16,7 @@ from attn.backends.triton_attn import TritonAttentionBackend
 from attn.testing.batches import Layer
 from builders.batch import CommonAttentionMetadata
 from specs.dtypes import CacheDType, DType
-from specs.engine import EngineConfig, SpeculativeConfig
+from specs.engine import EngineConfig, Kernels, PrefillKernel, SpeculativeConfig
 from specs.kv_cache import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
 BLOCK = 16
@@ -43,6 +43,10 @@ class Setup:
     queries: int = 600
     """Its last tokens, whose results are compared."""
     max_len: int = 32768
+    beside: int = 64
+    """Most tokens of other requests in a step."""
+    prefill: PrefillKernel = PrefillKernel.AUTO
+    """The engine's choice of the kernel for prompts."""
 
 
 class Prompt:
@@ -68,10 +72,11 @@ class Prompt:
         self.config = EngineConfig(
             max_model_len=setup.max_len,
             max_num_seqs=16,
-            max_num_batched_tokens=max(setup.queries + 64, 128),
+            max_num_batched_tokens=max(setup.queries + setup.beside, 128),
             num_heads=heads,
             speculative=SpeculativeConfig(num_speculative_tokens=DRAFTS),
             batch_invariant=True,
+            kernels=Kernels.own(setup.prefill),
         )
         one = torch.ones((), device=device)
         self.layer = Layer(one, one, one)

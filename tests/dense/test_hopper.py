@@ -228,10 +228,13 @@ def test_a_launcher_chooses_anew_for_other_tensors(monkeypatch: pytest.MonkeyPat
 
 def test_batch_invariance_takes_kernels_of_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Layer(batch_invariant=True)
-    assert kernels_of(monkeypatch, layer) == {SPLIT, PLAIN}
-    assert kernels_of(monkeypatch, replace(layer, cache=CacheDType.FP8)) == {SPLIT}
+    assert kernels_of(monkeypatch, layer) == {SPLIT, HOPPER}
+    assert kernels_of(monkeypatch, layer, PrefillKernel.TRITON) == {SPLIT, PLAIN}
+    assert kernels_of(monkeypatch, replace(layer, alibi=True)) == {SPLIT, PLAIN}
+    stored = replace(layer, cache=CacheDType.FP8)
+    assert kernels_of(monkeypatch, stored) == {SPLIT}
     with pytest.raises(ValueError, match="does not serve this layer: batch invariance"):
-        kernels_of(monkeypatch, layer, PrefillKernel.HOPPER)
+        kernels_of(monkeypatch, stored, PrefillKernel.HOPPER)
 
 
 def test_a_plan_for_another_shape_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:

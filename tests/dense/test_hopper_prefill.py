@@ -79,6 +79,22 @@ def _kept(scores: Any, seen: Any) -> Any:
     return gluon_in_numpy.value(np.where(seen, scores, -np.inf).astype(np.float32))
 
 
+IN_REGISTERS: dict[str, Any] = {
+    "pack": lambda weights, dtype, tile: weights,
+    "unpack": lambda pairs, dtype, tile, layout: pairs.astype(dtype),
+    "anew": lambda place, asm: place,
+    "computed": lambda sums: sums,
+    "_computed": lambda sums: sums,
+    "_up_to": lambda scores, key, last: _kept(scores, key <= last),
+    "_within": lambda scores, key, query, window: _kept(
+        scores, (query - key >= 0) & (query - key < window)
+    ),
+    "_dequantised": _e4m3,
+    "_layout": lambda rows, width: None,
+}
+"""What inline assembly computes, and what is only about registers."""
+
+
 @pytest.fixture
 def instead(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Functions that replace functions of the kernel; a test may give them."""
@@ -106,19 +122,7 @@ def launched(
 
     monkeypatch.setattr(SplitPlanner, "prefill_plan", of_few)
     monkeypatch.setattr(Trial, "prefill_kernel", PrefillKernel.HOPPER)
-    in_registers = {
-        "_pack": lambda weights, dtype, tile: weights,
-        "_unpack": lambda pairs, dtype, tile, layout: pairs.astype(dtype),
-        "_anew": lambda place, asm: place,
-        "_computed": lambda sums: sums,
-        "_up_to": lambda scores, key, last: _kept(scores, key <= last),
-        "_within": lambda scores, key, query, window: _kept(
-            scores, (query - key >= 0) & (query - key < window)
-        ),
-        "_dequantised": _e4m3,
-        "_layout": lambda rows, width: None,
-    }
-    translation = gluon_in_numpy.Translation(**in_registers | instead)
+    translation = gluon_in_numpy.Translation(**IN_REGISTERS | instead)
     return gluon_in_numpy.take_over(monkeypatch, hopper_prefill_kernel, translation)
 
 

@@ -503,7 +503,7 @@ def test_the_hopper_kernel_is_planned_beside_the_plain_one(name: str) -> None:
     ("name", "changes", "said"),
     [
         ("full", DCP, "decode context parallelism"),
-        ("full", {"batch_invariant": True}, "batch invariance"),
+        ("encoder", {"batch_invariant": True}, "batch invariance"),
     ],
 )
 def test_where_the_hopper_kernel_does_not_serve_the_plain_one_is_planned(

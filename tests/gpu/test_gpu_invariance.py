@@ -7,7 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from builders.device import device_facts
+from specs.devices import DeviceKind
 from specs.dtypes import CacheDType, DType
+from specs.engine import PrefillKernel
 from tests.dense.chunked import Prompt, Rows, Setup, differing
 
 pytestmark = pytest.mark.gpu
@@ -51,6 +54,17 @@ def test_decodes_verifies_and_chunks_have_the_bits_of_the_whole_prompt(layer: st
         assert differing(found, part(whole, start, last)) == 0, size
 
 
+@pytest.mark.skipif(device_facts(DEVICE).kind is not DeviceKind.SM90, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("layer", [name for name in LAYERS if name not in ("alibi", "fp8")])
+def test_both_kernels_of_prompts_have_the_same_bits(layer: str) -> None:
+    kernels = PrefillKernel.HOPPER, PrefillKernel.TRITON
+    hopper, portable = (Prompt(replace(LAYERS[layer], prefill=k), DEVICE) for k in kernels)
+    last = hopper.setup.queries
+    whole = hopper.rows(0, last)
+    assert differing(whole, portable.rows(0, last)) == 0
+    assert differing(hopper.in_chunks(1, last - 20), part(whole, last - 20, last)) == 0
+
+
 @pytest.mark.parametrize("layer", ["64", "128", "256"])
 def test_a_prompt_of_8192_tokens_has_the_bits_of_its_decodes(layer: str) -> None:
     prompt = Prompt(replace(LAYERS[layer], keys=8192, queries=8192, max_len=16384), DEVICE)
@@ -63,7 +77,7 @@ def test_a_prompt_of_8192_tokens_has_the_bits_of_its_decodes(layer: str) -> None
 
 @pytest.mark.parametrize("layer", ["128", "window", "groups"])
 def test_other_requests_of_the_step_change_no_bit(layer: str) -> None:
-    prompt = Prompt(LAYERS[layer], DEVICE)
+    prompt = Prompt(replace(LAYERS[layer], beside=2000), DEVICE)
     whole = prompt.rows(0, 600)
     for turn in range(20):
         others = ((1, 8000 - 97 * turn), (50, 5000), (1 + turn, 900 + turn))[: 1 + turn % 3]

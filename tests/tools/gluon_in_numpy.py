@@ -426,6 +426,9 @@ def _runs(x: Any, length: int) -> np.ndarray:
 
 
 def _multiple_of(x: Any, divisor: int) -> Any:
+    if isinstance(x, Pointer):
+        # Addresses are not known here.
+        return x
     # ``multiple_of`` is about the first number of each run of ``divisor`` numbers.
     assert (_runs(x, divisor)[:, 0] % divisor == 0).all()
     return x

@@ -169,15 +169,30 @@ def scores_of(query, keys, accumulator, IEEE: tl.constexpr):
 def fold(m, l, acc, m_new, l_new, acc_new):
     """Fold the states (maximum, sum, accumulator) of two runs of keys into the state of both.
 
-    Kernels whose states must agree bit for bit all fold through this function, so that they round
-    in the same order. The fma is explicit: a compiler that chooses by itself could choose
-    differently in two kernels, and their bits would differ.
+    Kernels whose states must agree bit for bit all fold through this function, or through those
+    that it calls, so that they round in the same order.
     """
+    top, old, new = fold_factors(m, m_new)
+    sums = weighted(l, old, l_new, new)
+    return top, sums, weighted(acc, old[:, None], acc_new, new[:, None])
+
+
+@triton.jit
+def fold_factors(m, m_new):
+    """The maximum of two states, and the factor that the sums of each get, from their maxima."""
     top = tl.maximum(m, m_new)
     base = tl.where(top == float("-inf"), 0.0, top)
-    old = tl.exp2(m - base)
-    new = tl.exp2(m_new - base)
-    return top, tl.fma(l, old, l_new * new), tl.fma(acc, old[:, None], acc_new * new[:, None])
+    return top, tl.exp2(m - base), tl.exp2(m_new - base)
+
+
+@triton.jit
+def weighted(x, old, x_new, new):
+    """``x * old + x_new * new``.
+
+    The fma is explicit: a compiler that chooses by itself could choose differently in two kernels,
+    and their bits would differ.
+    """
+    return tl.fma(x, old, x_new * new)
 
 
 @triton.jit
@@ -328,20 +343,20 @@ def sum_of_columns(x, SUMS: tl.constexpr):
     if SUMS > 0:
         ROWS: tl.constexpr = x.shape[0]
         pairs = tl.sum(tl.reshape(x, [ROWS, x.shape[1] // 8, 2, 2, 2]), 4)
-        result = tl.reshape(_halved(tl.sum(tl.sum(pairs, 3), 2), 1), [ROWS])
+        result = tl.reshape(halved(tl.sum(tl.sum(pairs, 3), 2), 1), [ROWS])
     else:
         result = tl.sum(x, 1)
     return result
 
 
 @triton.jit
-def _halved(x, COLUMNS: tl.constexpr):
+def halved(x, COLUMNS: tl.constexpr):
     """Add the right half of the columns of ``x [ROWS, N]`` to the left until COLUMNS are left."""
     ROWS: tl.constexpr = x.shape[0]
     HALF: tl.constexpr = x.shape[1] // 2
     result = x
     if HALF >= COLUMNS:
-        result = _halved(tl.sum(tl.reshape(x, [ROWS, 2, HALF]), 1), COLUMNS)
+        result = halved(tl.sum(tl.reshape(x, [ROWS, 2, HALF]), 1), COLUMNS)
     return result
 
 
@@ -426,17 +441,16 @@ def _products(queries, words, rest, cache, tile):
 
 
 @triton.jit
-def _weights_of(scores, m, scale, SIMPLE: tl.constexpr, MASK: tl.constexpr):
-    """Softmax of one tile of keys, relative to the maxima so far.
+def weights_of(scores, m, top, scale, SIMPLE: tl.constexpr, MASK: tl.constexpr):
+    """Softmax of one tile of keys, relative to the maxima ``top [ROWS]`` so far.
 
-    With SIMPLE, ``scores [ROWS, KV_TILE]`` are still to be multiplied by ``scale [ROWS]``. MASK
-    says that a row may see no key yet.
+    ``m [ROWS]`` are the maxima without this tile. With SIMPLE, ``scores [ROWS, KV_TILE]`` are still
+    to be multiplied by ``scale [ROWS]``. MASK says that a row may see no key yet. Kernels whose
+    bits must agree all compute weights by this function.
 
     Returns:
-        The new maxima ``[ROWS]``, the weights ``[ROWS, KV_TILE]``, and the factor ``[ROWS]`` of
-        sums over earlier tiles.
+        The weights ``[ROWS, KV_TILE]``, and the factor ``[ROWS]`` of sums over earlier tiles.
     """
-    top = tl.maximum(m, tl.max(scores, 1))
     base = top
     if MASK:
         base = tl.where(top == float("-inf"), 0.0, top)
@@ -450,7 +464,7 @@ def _weights_of(scores, m, scale, SIMPLE: tl.constexpr, MASK: tl.constexpr):
         alpha = alpha * scale
     weights = tl.exp2(weights)
     alpha = tl.exp2(alpha)
-    return top, weights, alpha
+    return weights, alpha
 
 
 @triton.jit
@@ -648,12 +662,13 @@ def attend_tiles(
                     total = fold_states(total, highest, sums, state, cache.PLANES)
                 state = _reset(state, cache.PLANES)
                 opens = segment_start(segment_of(opens * tile.UNIT) + 1) // tile.UNIT
-        m, weights, alpha = _weights_of(scores, state.m, queries.scale, query.SIMPLE, MASK)
+        m = tl.maximum(state.m, tl.max(scores, 1))
+        weights, alpha = weights_of(scores, state.m, m, queries.scale, query.SIMPLE, MASK)
         parts = weights
         if cache.INLINE:
             parts = weights * (1.0 / v_scale)[None, :]
         if tile.SUMS > 0:
-            l = tl.fma(state.l, alpha[:, None], _halved(parts, tile.SUMS))
+            l = tl.fma(state.l, alpha[:, None], halved(parts, tile.SUMS))
         elif SEGMENTED:
             l = state.l * alpha[:, None] + parts
         else:

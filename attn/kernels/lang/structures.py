@@ -489,6 +489,60 @@ class Shape:
     """bool, the softmax is computed under the output's product."""
     EXTRA_OUTPUT: gl.constexpr
     """Layout of outputs ``[64, EXTRA]``; not read unless values have EXTRA columns."""
+    ASCENDING: gl.constexpr
+    """bool, keys are walked from the first visible one up; else from the last one down."""
+
+
+@aggregate
+class Segments:
+    """How prefill cuts keys so that its rows have the split-KV kernel's bits (batch invariance).
+
+    Every warp group of every program has a slot of 64 rows for its state over whole segment groups;
+    and with STORED, behind those of all, a slot for outputs over the segments of one group. A
+    thread reads there what it has written itself.
+    """
+
+    states_ptr: Value
+    """``[slots, 64, WIDTH + EXTRA]`` fp32, outputs; read with PER_GROUP or STORED."""
+    sums_ptr: Value
+    """``[slots, 2, 64]`` fp32, maxima and sums; read with PER_GROUP."""
+    UNIT: gl.constexpr
+    """int, positions of :mod:`builders.splitkv.segments` that a tile of keys spans; 0 where keys
+    are one run."""
+    PER_GROUP: gl.constexpr
+    """int, segments of a segment group; 0 where every request has one group."""
+    SUMS: gl.constexpr
+    """int, columns of which sums of weights are kept apart until a segment ends."""
+    STORED: gl.constexpr
+    """bool, outputs over the segments of a group wait in memory: registers have no room."""
+
+
+@aggregate
+class Folded:
+    """The state of a warp group's rows over closed segments of a segment group."""
+
+    m: gl.tensor
+    """``[64]`` fp32, their maxima, in units of log 2."""
+    l: gl.tensor
+    """``[64]`` fp32, their sums of weights."""
+    acc: gl.tensor
+    """``[64, WIDTH]`` fp32, their outputs; not read with STORED."""
+    rest: gl.tensor
+    """``[64, EXTRA]`` fp32, their further outputs; not read unless values have EXTRA columns."""
+
+
+@aggregate
+class KeyRun:
+    """A run of tiles of keys within one segment group."""
+
+    low: Value
+    """int32, the first tile."""
+    high: Value
+    """int32, the tile after the last."""
+    end: Value
+    """int32, the tile after the last that the queries see."""
+    follows: Value
+    """bool, whether there are runs of the same queries before this one."""
 
 
 @aggregate

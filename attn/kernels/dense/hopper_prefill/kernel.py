@@ -23,6 +23,7 @@ from attn.kernels.dense.hopper_prefill.consumer import consume
 from attn.kernels.dense.hopper_prefill.converter import convert, convert_values
 from attn.kernels.dense.hopper_prefill.producer import produce
 from attn.kernels.dense.hopper_prefill.scheduler import RECORD, is_joint
+from attn.kernels.dense.hopper_prefill.segmented import consume_segments
 from attn.kernels.lang.compat import reinterpret, wait_for_kernels_before
 from attn.kernels.lang.constants import LOG2E
 from attn.kernels.lang.structures import (
@@ -33,6 +34,7 @@ from attn.kernels.lang.structures import (
     Rings,
     Scaling,
     Schedule,
+    Segments,
     Shape,
     StoredRows,
     TileRing,
@@ -62,6 +64,8 @@ _ANYWHERE = [
     "k_scale_ptr",
     "v_scale_ptr",
     "sinks_ptr",
+    "states_ptr",
+    "sums_ptr",
 ]
 
 
@@ -89,6 +93,8 @@ def hopper_prefill_kernel(
     causal_ptr,
     ranges_ptr,
     sinks_ptr,
+    states_ptr,
+    sums_ptr,
     out_token,
     out_head,
     lse_token,
@@ -123,6 +129,7 @@ def hopper_prefill_kernel(
     KIND: gl.constexpr,
     FP16_VALUES: gl.constexpr,
     REGISTERS: gl.constexpr,
+    HELD: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     CHUNK: gl.constexpr,
@@ -132,6 +139,10 @@ def hopper_prefill_kernel(
     SINKS: gl.constexpr,
     FP8_OUT: gl.constexpr,
     LSE: gl.constexpr,
+    SEGMENT_UNIT: gl.constexpr,
+    SEGMENTS_PER_GROUP: gl.constexpr,
+    SUMS: gl.constexpr,
+    TOTALS_STORED: gl.constexpr,
 ):
     """Attention of requests with many new tokens; grid ``(programs,)``, any number of them.
 
@@ -143,7 +154,8 @@ def hopper_prefill_kernel(
     ``[1, T, Hk, SIZE]``. Out ``[T, H, SIZE]``, LSE ``[T, H]``, counter ``[1]``, which is 0 before
     and after, the rest as in :func:`attn.kernels.dense.prefill.prefill_kernel`. FP16_VALUES:
     values, and the weights they are multiplied by, are fp16 and not of the query's type. HEADS is
-    the number of tiles of PACKED query heads; REGISTERS those of a consumer's thread.
+    the number of tiles of PACKED query heads; REGISTERS those of a consumer's thread. HELD: the
+    softmax is computed under the output's product.
     """
     mask = Mask(
         causal_ptr=causal_ptr, ranges_ptr=ranges_ptr, num_ranges=num_ranges, window=window,
@@ -256,8 +268,9 @@ def hopper_prefill_kernel(
         EXTRA=EXTRA, SIZE=SIZE, KIND=KIND, DTYPE=DTYPE, VALUE=VALUE,
         SCORES=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16]),
         OUTPUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16]),
-        HELD=WIDTH + EXTRA <= 96,
+        HELD=HELD,
         EXTRA_OUTPUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, max(EXTRA, 16), 16]),
+        ASCENDING=SEGMENT_UNIT > 0,
     )  # fmt: skip
     scaling = Scaling(factor=factor, soft_cap=soft_cap, SOFT_CAP=SOFT_CAP)
     queries = QueryRing(
@@ -276,6 +289,10 @@ def hopper_prefill_kernel(
         KV_TILE=KV_TILE, RUN=RUN,
     )  # fmt: skip
     rings = Rings(keys=keys, values=values, cleared=cleared, JOINT=JOINT)
+    segments = Segments(
+        states_ptr=states_ptr, sums_ptr=sums_ptr, UNIT=SEGMENT_UNIT, PER_GROUP=SEGMENTS_PER_GROUP,
+        SUMS=SUMS, STORED=TOTALS_STORED,
+    )  # fmt: skip
     # Tuples must be literals here: held in a variable, their constexprs become tensors.
     if KIND > 0 and WIDTH <= 128:
         gl.warp_specialize(
@@ -300,6 +317,27 @@ def hopper_prefill_kernel(
             ],
             [4, 4],
             [REGISTERS, 504 - 2 * REGISTERS],
+        )  # fmt: skip
+    elif SEGMENT_UNIT > 0 and WARP_GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (consume_segments, (0, queries, rings, cache, scaling, mask, out, segments, shape)),
+                (consume_segments, (1, queries, rings, cache, scaling, mask, out, segments, shape)),
+                (produce, (queries, rings, cache, schedule, mask, shape)),
+            ],
+            [4, 1],
+            [REGISTERS, 504 - 2 * REGISTERS],
+        )  # fmt: skip
+    elif SEGMENT_UNIT > 0:
+        gl.warp_specialize(
+            [
+                (consume_segments, (0, queries, rings, cache, scaling, mask, out, segments, shape)),
+                (consume_segments, (1, queries, rings, cache, scaling, mask, out, segments, shape)),
+                (consume_segments, (2, queries, rings, cache, scaling, mask, out, segments, shape)),
+                (produce, (queries, rings, cache, schedule, mask, shape)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, 32],
         )  # fmt: skip
     elif WARP_GROUPS == 2:
         gl.warp_specialize(

@@ -53,6 +53,8 @@ def tile_of(
     asks = replace(
         asks,
         dequantised=dequantised,
+        batch_invariant=plan.segmented is not None,
+        kv_tile=None if plan.segmented is None else plan.segmented.kv_tile,
         alignments=(("query", alignment(tensors.query)), *asks.alignments),
     )
     wanted = PrefillKernel.HOPPER if plan.is_required else PrefillKernel.AUTO
@@ -101,7 +103,8 @@ class HopperLauncher(HopperVariants[HopperPlan]):
 
         Arguments and errors are those of :meth:`launch`.
         """
-        key = (plan.query_tile, plan.is_required, key)
+        cuts = plan.segmented
+        key = (plan.query_tile, plan.is_required, None if cuts is None else cuts.static, key)
         return self._variants.of(key, self._new_launcher, plan, step, tensors, optional)
 
     def launch(
@@ -117,6 +120,7 @@ class HopperLauncher(HopperVariants[HopperPlan]):
         if launcher is None:
             return False
         keys, table, fixed = tensors.keys, step.block_table, launcher.arguments
+        cuts = plan.segmented
         rows: tuple[Any, ...]
         if self._is_quantised:
             # Producers load these rows themselves, since they convert them.
@@ -141,6 +145,7 @@ class HopperLauncher(HopperVariants[HopperPlan]):
             step.query_start_loc,
             step.seq_lens,
             step.num_reqs,
+            *(() if cuts is None else (cuts.states, cuts.sums)),
             *optional.values(),
         )
         return True
@@ -156,7 +161,7 @@ class HopperLauncher(HopperVariants[HopperPlan]):
         tile = tile_of(self._layer, plan, step, tensors, self._kind == DEQUANTISED)
         if tile is None:
             return None
-        layer, output, lse = self._layer, tensors.output, tensors.lse
+        layer, output, lse, cuts = self._layer, tensors.output, tensors.lse, plan.segmented
         cap, chunk, causal = layer.logits_soft_cap, layer.attention_chunk_size, step.causal
         key, value, of_values = tensors.keys.key, tensors.keys.value, tensors.keys.value.dtype
         if self._is_quantised:
@@ -186,6 +191,7 @@ class HopperLauncher(HopperVariants[HopperPlan]):
             "KIND": self._kind,
             "FP16_VALUES": of_values == torch.float16,
             "REGISTERS": tile.registers,
+            "HELD": _is_held(tile),
             "CAUSAL": 0 if not layer.causal or causal is False else 1 if causal is True else 2,
             "WINDOW": layer.sliding_window is not None,
             "CHUNK": chunk is not None,
@@ -195,7 +201,13 @@ class HopperLauncher(HopperVariants[HopperPlan]):
             "SINKS": tensors.sinks is not None,
             "FP8_OUT": tensors.output_scale is not None,
             "LSE": lse is not None,
+            "SEGMENT_UNIT": 0 if cuts is None else cuts.segment_unit,
+            "SEGMENTS_PER_GROUP": 0 if cuts is None else cuts.segment_group,
+            "SUMS": 0 if cuts is None else cuts.sums_apart,
+            "TOTALS_STORED": tile.stores_totals,
         }
+        if cuts is None:
+            fixed |= dict.fromkeys(_SCRATCH)
         # Strides in words of four bytes.
         words = [stride // 4 for stride in (*key.stride()[:3], *value.stride()[:3])]
         names = ("k_block", "k_token", "k_head", "v_block", "v_token", "v_head")
@@ -210,7 +222,7 @@ class HopperLauncher(HopperVariants[HopperPlan]):
         return Launcher(
             hopper_prefill_kernel,
             fixed,
-            ["q_desc", *rows, *_VARYING, *optional],
+            ["q_desc", *rows, *_VARYING, *(() if cuts is None else _SCRATCH), *optional],
             groups={"plan": TILE_POINTERS},
             options=LaunchOptions(waits=True, few_registers=True),
             is_typed=True,
@@ -221,6 +233,11 @@ def _query_box(fixed: Mapping[str, Any]) -> tuple[int, ...]:
     """Rows of a warp group's product: tokens of the heads that share a tile."""
     packed: int = fixed["PACKED"]
     return 64 // packed, packed, COLUMNS
+
+
+def _is_held(tile: HopperTile) -> bool:
+    """Whether the softmax is computed under the output's product, which wide heads do without."""
+    return tile.width + tile.extra <= 96
 
 
 def _kind_of(cache_dtype: CacheDType) -> int:
@@ -234,6 +251,8 @@ _ROWS = ("k_desc", "v_desc", "key_ptr", "value_ptr")
 """Descriptors of keys and values, or pointers to them."""
 _EXTRA = ("q_extra_desc", "k_extra_desc", "v_extra_desc")
 """Descriptors of the columns of a second product, where they are fewer than a box has."""
+_SCRATCH = ("states_ptr", "sums_ptr")
+"""Arguments of a launch whose plan cuts keys into segments."""
 _VARYING = (
     "plan",
     "programs",

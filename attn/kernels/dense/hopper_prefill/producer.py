@@ -50,6 +50,16 @@ def _load_tile(
 
 
 @gluon.jit
+def _key_tile(tile, i, ASCENDING: gl.constexpr):
+    """The tile of keys that is walked after ``i`` others."""
+    if ASCENDING:
+        number = tile.low + i
+    else:
+        number = tile.high - 1 - i
+    return number
+
+
+@gluon.jit
 def load_queries(turn, tile, queries, shape, WARPS: gl.constexpr):
     """Say which tile it is, and ask for its queries."""
     HALVES: gl.constexpr = shape.WIDTH // 64
@@ -108,6 +118,7 @@ def produce(queries, rings, cache, schedule, mask, shape):
     # together, so that values need no wait of their own behind keys.
     JOINT: gl.constexpr = rings.JOINT
     MORE: gl.constexpr = 1 if JOINT else 0
+    ASCENDING: gl.constexpr = shape.ASCENDING
     num_tiles = gl.load(schedule.num_tiles_ptr)
     total = num_tiles * schedule.HEADS
     work = gl.program_id(0)
@@ -121,7 +132,10 @@ def produce(queries, rings, cache, schedule, mask, shape):
             # Keys lie as queries do.
             table = tile.row - tile.position
         kv_head = tile.head * shape.PACKED // shape.GROUP
-        _load_tile(rings.keys, cache.k_desc, table, kv_head, tile.high - 1, tile, done, done, cache)
+        _load_tile(
+            rings.keys, cache.k_desc, table, kv_head, _key_tile(tile, 0, ASCENDING), tile, done,
+            done, cache,
+        )  # fmt: skip
         load_queries(turn, tile, queries, shape, 1)
         # In the midst of loads it costs nothing: what is asked for next has to wait for room. Late,
         # since whoever takes one of the last tiles early ends after all others.
@@ -129,13 +143,15 @@ def produce(queries, rings, cache, schedule, mask, shape):
         if not LATE or count == 1:
             work = next_tile(total, schedule)
         for i in range(1, count):
+            key_tile = _key_tile(tile, i, ASCENDING)
+            if not ASCENDING:
+                key_tile = gl.maximum(key_tile, 0)
             _load_tile(
-                rings.keys, cache.k_desc, table, kv_head, gl.maximum(tile.high - 1 - i, 0), tile,
-                done + i, done + i, cache,
+                rings.keys, cache.k_desc, table, kv_head, key_tile, tile, done + i, done + i, cache
             )  # fmt: skip
             _load_tile(
-                rings.values, cache.v_desc, table, kv_head, tile.high - i, tile, done + i - 1,
-                done + i - 1, cache, not JOINT,
+                rings.values, cache.v_desc, table, kv_head, _key_tile(tile, i - 1, ASCENDING),
+                tile, done + i - 1, done + i - 1, cache, not JOINT,
             )  # fmt: skip
             if LATE:
                 # As a maximum of both, ptxas of Triton 3.7 has a register too few.
@@ -147,7 +163,8 @@ def produce(queries, rings, cache, schedule, mask, shape):
         before = tile
         tile = tile_at(gl.minimum(work, total - 1), num_tiles, schedule, mask, shape)
         _load_tile(
-            rings.values, cache.v_desc, table, kv_head, before.low, before, done - 1,
+            rings.values, cache.v_desc, table, kv_head,
+            before.low + (count - 1) if ASCENDING else before.low, before, done - 1,
             done - 1 + MORE, cache,
         )  # fmt: skip
         turn += 1

@@ -1,0 +1,521 @@
+"""Consumers of a batch-invariant engine: their rows have the bits of the split-KV kernel's.
+
+A warp group owns 64 query rows, as in :mod:`attn.kernels.dense.hopper_prefill.consumer`, but walks
+keys from the first visible one up, in that kernel's tiles. Where a tile begins a segment, the state
+of the segment before it is folded into the one of earlier segments, as there, and the next one
+starts empty. Weights, sums and folds are computed by the functions of the portable kernels.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
+
+from attn.kernels.dense.hopper_prefill.steps import (
+    anew,
+    awaited,
+    clear_behind,
+    first_scores,
+    masked_tile,
+    output_of,
+    pack,
+    part_told,
+    rows_of,
+    scaled,
+    scores_of,
+    store_rows,
+    unpack,
+)
+from attn.kernels.dense.query_rows import with_sinks, write_lse
+from attn.kernels.dense.tile import (
+    fold_factors,
+    halved,
+    halves_of,
+    sum_of_columns,
+    weighted,
+    weights_of,
+)
+from attn.kernels.lang.masks import biased
+from attn.kernels.lang.numerics import product
+from attn.kernels.lang.opaque import opaque_zero
+from attn.kernels.lang.structures import Folded, KeyRun
+from builders.launch.call import is_by_ptxas_13
+from builders.splitkv.device.segments import segment_of, segment_start
+
+_LOW, _INNER, _EDGE = (gl.constexpr("mov.b32 $0, $1; // " + name) for name in ("d", "e", "f"))
+_AT_ONCE = gl.constexpr(32 if is_by_ptxas_13() else 64)
+"""Columns of a state in memory that are folded at a time: as many as there are registers for."""
+
+
+@gluon.jit
+def _softmax(
+    scores, m, first_key, rows, kv_len, scaling, mask, SUMS: gl.constexpr, MASKED: gl.constexpr
+):
+    """Weights of a tile of scores, the row's new maximum, the sums of the weights in SUMS columns,
+    and what the row's past is worth; ``m`` is the maximum so far.
+
+    MASKED: a row may not see all of the tile's keys, which begin at ``first_key``.
+    """
+    SIMPLE: gl.constexpr = not scaling.SOFT_CAP
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SUMS, 16])
+    if scaling.SOFT_CAP:
+        scores = scores * scaling.factor
+        scores = biased(scores, None, None, scaling.soft_cap, True, 0, False, True)
+    if MASKED:
+        scores = masked_tile(scores, first_key, rows, kv_len, mask)
+        most = gl.max(scores, 1)
+    else:
+        # First the larger of each pair of scores: these operations do not wait for each other.
+        left, right = gl.split(gl.reshape(scores, [scores.shape[0], scores.shape[1] // 2, 2]))
+        most = gl.convert_layout(gl.max(gl.maximum(left, right), 1), m.type.layout)
+    top = gl.maximum(m, most)
+    scale = gl.full([64], scaling.factor, gl.float32, m.type.layout)
+    weights, shrink = weights_of(scores, m, top, scale, SIMPLE, MASKED)
+    sums = gl.convert_layout(halved(weights, SUMS), LAYOUT, assert_trivial=True)
+    return weights, top, sums, shrink
+
+
+@gluon.constexpr_function
+def _assembly_of(count: int) -> str:
+    """Hand ``count`` registers on, behind an event that is counted if one is negative."""
+    ored = " ".join(f"or.b32 a, a, ${count + i};" for i in range(1, count))
+    moved = " ".join(f"mov.b32 ${i}, ${count + i};" for i in range(count))
+    return (
+        "{ .reg .pred p; .reg .b32 a; "
+        f"mov.b32 a, ${count}; {ored} setp.lt.s32 p, a, 0; @p pmevent 1; {moved} }}"
+    )
+
+
+@gluon.constexpr_function
+def _constraints_of(count: int) -> str:
+    return ",".join(["=r"] * count + ["r"] * count)
+
+
+@gluon.jit
+def _computed(l):
+    """Sums of weights, which have to be known under the product that is under way: see
+    :func:`attn.kernels.dense.hopper_prefill.steps.computed`. They are never negative.
+    """
+    OWN: gl.constexpr = l.shape[0] * l.shape[1] // 128
+    TEXT: gl.constexpr = _assembly_of(OWN)
+    CONSTRAINTS: gl.constexpr = _constraints_of(OWN)
+    return gl.inline_asm_elementwise(
+        TEXT, CONSTRAINTS, [l], dtype=gl.float32, is_pure=False, pack=OWN
+    )
+
+
+@gluon.jit
+def _with_sums(l, shrink, sums):
+    """Sums of weights by column, with those of the next tile."""
+    own = gl.convert_layout(shrink, gl.SliceLayout(1, l.type.layout))
+    return gl.fma(l, own[:, None].broadcast_to(l.shape[0], l.shape[1]), sums)
+
+
+@gluon.jit
+def _fold_outputs(acc, old, new_acc, new):
+    """Fold outputs ``new_acc`` of a state into those of the state of the keys before it, each with
+    a factor for every row.
+    """
+    ROWS: gl.constexpr = gl.SliceLayout(1, new_acc.type.layout)
+    old = gl.convert_layout(old, ROWS)
+    new = gl.convert_layout(new, ROWS)
+    return weighted(acc, old[:, None], new_acc, new[:, None])
+
+
+@gluon.jit
+def _slots(PART: gl.constexpr, shape):
+    """A warp group's slots: for whole segment groups, and for the segments of one."""
+    own = gl.program_id(0) * shape.WARP_GROUPS + PART + opaque_zero()
+    return own, own + gl.num_programs(0) * shape.WARP_GROUPS
+
+
+@gluon.jit
+def _cells(x, first, slot, segments, shape):
+    """Pointers to columns from ``first`` on of a slot's rows, laid out as ``x`` is."""
+    WIDTH: gl.constexpr = shape.WIDTH + shape.EXTRA
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, x.type.layout))
+    column = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))
+    at = segments.states_ptr + slot.to(gl.int64) * (64 * WIDTH)
+    return gl.multiple_of(at, 16) + (row[:, None] * WIDTH + (column + first)[None, :])
+
+
+@gluon.jit
+def _stored(x, seen, first, slot, segments, shape):
+    """Outputs in a slot, as many and as laid out as those of ``x``; zeros in rows ``[64]`` that are
+    not ``seen`` there.
+    """
+    seen = gl.convert_layout(seen, gl.SliceLayout(1, x.type.layout))
+    column = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))
+    mask = seen[:, None] & (column >= 0)[None, :]
+    return gl.load(_cells(x, first, slot, segments, shape), mask=mask, other=0.0)
+
+
+@gluon.jit
+def _store(x, wanted, first, slot, segments, shape):
+    """Store outputs in a slot, columns from ``first`` on, if ``wanted``."""
+    column = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))
+    mask = ((column >= 0) & wanted)[None, :]
+    gl.store(_cells(x, first, slot, segments, shape), x, mask=mask)
+
+
+@gluon.jit
+def _fold_into(old, new_acc, new, first, slot, segments, shape):
+    """Fold outputs ``new_acc``, columns from ``first`` on, into those of a slot, few at a time.
+
+    ``old`` and ``new`` are factors, see :func:`_fold_outputs`. Where ``old`` is 0 nothing may have
+    been stored.
+    """
+    COLUMNS: gl.constexpr = new_acc.shape[1]
+    if COLUMNS > _AT_ONCE:
+        left, right = halves_of(new_acc)
+        _fold_into(old, left, new, first, slot, segments, shape)
+        _fold_into(old, right, new, first + COLUMNS // 2, slot, segments, shape)
+    else:
+        before = _stored(new_acc, old > 0, first, slot, segments, shape)
+        after = _fold_outputs(before, old, new_acc, new)
+        _store(after, True, first, slot, segments, shape)
+
+
+@gluon.jit
+def _empty(shape, segments):
+    """The state of no segments."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, shape.SCORES)
+    m = gl.full([64], float("-inf"), gl.float32, ROWS)
+    l = gl.zeros([64], gl.float32, ROWS)
+    acc, rest = l, l
+    if not segments.STORED:
+        acc = gl.zeros([64, shape.WIDTH], gl.float32, shape.OUTPUT)
+        if shape.SIZE > shape.WIDTH:
+            rest = gl.zeros([64, shape.EXTRA], gl.float32, shape.EXTRA_OUTPUT)
+    return Folded(m=m, l=l, acc=acc, rest=rest)
+
+
+@gluon.jit
+def _closed(m, l, folded, scaling, segments):
+    """Fold maxima and sums of a segment into those of earlier segments.
+
+    Returns:
+        The state of all these segments, but for the outputs of the last; and the factors of the
+        outputs of earlier segments and of the last.
+    """
+    sums = gl.convert_layout(sum_of_columns(l, segments.SUMS), m.type.layout)
+    if not scaling.SOFT_CAP:
+        m = product(m, scaling.factor)
+    top, old, new = fold_factors(folded.m, m)
+    l = weighted(folded.l, old, sums, new)
+    return Folded(m=top, l=l, acc=folded.acc, rest=folded.rest), old, new
+
+
+@gluon.jit
+def _fold_segment(PART: gl.constexpr, acc, rest, old, new, folded, segments, shape):
+    """Fold a segment's outputs into those of earlier segments; ``old`` and ``new`` are factors."""
+    EXTRA: gl.constexpr = shape.SIZE > shape.WIDTH
+    WIDTH: gl.constexpr = shape.WIDTH
+    total, total_rest = folded.acc, folded.rest
+    if segments.STORED:
+        _, own = _slots(PART, shape)
+        _fold_into(old, acc, new, 0, own, segments, shape)
+        if EXTRA:
+            _fold_into(old, rest, new, WIDTH, own, segments, shape)
+    else:
+        total = _fold_outputs(total, old, acc, new)
+        if EXTRA:
+            total_rest = _fold_outputs(total_rest, old, rest, new)
+    return Folded(m=folded.m, l=folded.l, acc=total, rest=total_rest)
+
+
+@gluon.jit
+def _move(old, new, like, first, slot, own, segments, shape):
+    """Fold outputs in the slot ``own``, as many columns as ``like`` has, into another slot's."""
+    COLUMNS: gl.constexpr = like.shape[1]
+    if COLUMNS > _AT_ONCE:
+        left, right = halves_of(like)
+        _move(old, new, left, first, slot, own, segments, shape)
+        _move(old, new, right, first + COLUMNS // 2, slot, own, segments, shape)
+    else:
+        _fold_into(
+            old, gl.load(_cells(like, first, own, segments, shape)), new, first, slot, segments,
+            shape,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _fold_run(
+    acc, old, new, group_old, group_new, total, first, groups, own, more, segments, shape
+):  # fmt: skip
+    """Fold outputs ``acc`` of a run's last segment into those of its earlier segments, ``total`` or
+    the slot ``own``, and those into outputs of earlier segment groups.
+    """
+    if segments.STORED:
+        _fold_into(old, acc, new, first, own, segments, shape)
+        slot = own
+        if segments.PER_GROUP > 0:
+            slot = groups
+            _move(group_old, group_new, acc, first, groups, own, segments, shape)
+        acc = gl.load(_cells(acc, first, slot, segments, shape))
+    else:
+        acc = _fold_outputs(total, old, acc, new)
+        if segments.PER_GROUP > 0:
+            before = _stored(acc, group_old > 0, first, groups, segments, shape)
+            acc = _fold_outputs(before, group_old, acc, group_new)
+            _store(acc, more, first, groups, segments, shape)
+    return acc
+
+
+@gluon.jit
+def _finished(PART: gl.constexpr, acc, rest, m, l, folded, run, scaling, segments, shape):
+    """The state over all keys of a tile of queries up to those of a run; ``m``, ``l``, ``acc`` and
+    ``rest`` are that of the run's last segment.
+
+    If more segment groups follow, this state goes to a slot.
+    """
+    groups, own = _slots(PART, shape)
+    more = run.high < run.end
+    total, total_rest = folded.acc, folded.rest
+    folded, old, new = _closed(m, l, folded, scaling, segments)
+    m, l = folded.m, folded.l
+    group_old, group_new = old, new
+    if segments.PER_GROUP > 0:
+        row = gl.arange(0, 64, layout=m.type.layout)
+        at = segments.sums_ptr + groups * 128 + row
+        there_is = (row >= 0) & run.follows
+        group_m = gl.load(at, mask=there_is, other=float("-inf"))
+        group_l = gl.load(at + 64, mask=there_is, other=0.0)
+        m, group_old, group_new = fold_factors(group_m, m)
+        l = weighted(group_l, group_old, l, group_new)
+        gl.store(at, m, mask=(row >= 0) & more)
+        gl.store(at + 64, l, mask=(row >= 0) & more)
+    acc = _fold_run(
+        acc, old, new, group_old, group_new, total, 0, groups, own, more, segments, shape
+    )  # fmt: skip
+    if shape.SIZE > shape.WIDTH:
+        rest = _fold_run(
+            rest, old, new, group_old, group_new, total_rest, shape.WIDTH, groups, own, more,
+            segments, shape,
+        )  # fmt: skip
+    return m, l, acc, rest
+
+
+@gluon.jit
+def _step(
+    PART: gl.constexpr, number, done, place, opens, acc, rest, pairs, m, l, folded, tile, run, rows,
+    queries, rings, scaling, mask, segments, shape, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Scores of tile ``number`` of keys, output of the tile before it.
+
+    The queries are those of ``place`` in their ring; ``done`` tiles of keys have been walked ahead
+    of the run. Tile ``opens`` begins the next segment: then the state of the one before is complete
+    once the output is.
+    """
+    EARLY: gl.constexpr = shape.WIDTH + shape.EXTRA > 64
+    OUTPUT: gl.constexpr = shape.OUTPUT
+    is_first = number == opens
+    old, new = m, m
+    if is_first:
+        folded, old, new = _closed(m, l, folded, scaling, segments)
+        m = gl.full([64], float("-inf"), gl.float32, m.type.layout)
+        l = gl.zeros_like(l)
+    left = unpack(pairs, shape.VALUE, shape.KV_TILE, gl.DotOperandLayout(0, OUTPUT, 2))
+    now = done + number - run.low
+    before = now - 1
+    rings.keys.wait_full(now)
+    scores = scores_of(place, now, queries, rings.keys, shape)
+    rings.values.wait_full(before)
+    acc, rest = output_of(left, before, acc, rest, rings.values)
+    scores = warpgroup_mma_wait(2 if rings.values.EXTRA > 0 else 1, deps=[scores])
+    if EARLY:
+        rings.keys.give_back(now)
+    if queries.STAGES == 1:
+        mbarrier.arrive(queries.empty.index(0), count=1, pred=number == run.end - 1)
+    weights, m, sums, shrink = _softmax(
+        scores, m, number * shape.KV_TILE, rows, tile.kv_len, scaling, mask, segments.SUMS, MASKED
+    )
+    l = _with_sums(l, shrink, sums)
+    if shape.HELD:
+        l = _computed(l)
+    acc, rest = awaited(acc, rest, rings.values, 0)
+    if rings.JOINT:
+        rings.keys.give_back(now)
+    else:
+        if not EARLY:
+            rings.keys.give_back(now)
+        rings.values.give_back(before)
+    if is_first:
+        folded = _fold_segment(PART, acc, rest, old, new, folded, segments, shape)
+        acc = gl.zeros_like(acc)
+        if rings.values.EXTRA > 0:
+            rest = gl.zeros_like(rest)
+        opens = _behind(number, segments)
+    acc = scaled(acc, shrink)
+    if rings.values.EXTRA > 0:
+        rest = scaled(rest, shrink)
+    return opens, acc, rest, pack(weights, shape.VALUE, shape.KV_TILE), m, l, folded
+
+
+@gluon.jit
+def _write(m, l, acc, rest, tile, left, out, values, shape):
+    """Normalise a warp group's rows of a tile, as the portable kernels do, and write those of the
+    first ``left`` tokens.
+    """
+    PACKED: gl.constexpr = shape.PACKED
+    row = gl.arange(0, 64, layout=m.type.layout) + opaque_zero()
+    wanted = row // PACKED < left
+    at = tile.row + row // PACKED
+    head = tile.head * PACKED + row % PACKED
+    some = m > float("-inf")
+    if out.SINKS:
+        m, l, shrink = with_sinks(some, m, l, head, wanted, out.sinks_ptr)
+        acc = scaled(acc, shrink)
+        if values.EXTRA > 0:
+            rest = scaled(rest, shrink)
+    sums = gl.where(some, l, 1.0)
+    store_rows(_normalised(acc, sums, out), 0, tile, left, out, shape)
+    if values.EXTRA > 0:
+        store_rows(_normalised(rest, sums, out), shape.WIDTH, tile, left, out, shape)
+    if out.LSE:
+        write_lse(some, m, l, at, head, wanted, out.lse_ptr, out.lse_token)
+
+
+@gluon.jit
+def _normalised(acc, sums, out):
+    """Outputs ``[64, columns]``, divided by the sums of weights ``[64]``."""
+    result = acc / gl.convert_layout(sums, gl.SliceLayout(1, acc.type.layout))[:, None]
+    if out.FP8_OUT:
+        result = result / gl.load(out.output_scale_ptr)
+    return result
+
+
+@gluon.jit
+def _first_weights(scores, now, tile, run, queries, keys, scaling, mask, segments, shape):
+    """Weights, maximum and sums of a run's first keys.
+
+    Waits for their scores, and gives back the keys, and queries that are not needed any more.
+    """
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    keys.give_back(now, tile.high > 0)
+    if queries.STAGES == 1:
+        is_last = (tile.high > 0) & (run.end - run.low == 1)
+        mbarrier.arrive(queries.empty.index(0), count=1, pred=is_last)
+    rows = rows_of(tile, mask, shape)
+    m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, shape.SCORES))
+    weights, m, l, _ = _softmax(
+        scores, m, run.low * shape.KV_TILE, rows, tile.kv_len, scaling, mask, segments.SUMS, True
+    )
+    return pack(weights, shape.VALUE, shape.KV_TILE), m, l
+
+
+@gluon.jit
+def _behind(number, segments):
+    """The tile of keys that begins the segment behind the one of tile ``number``."""
+    return segment_start(segment_of(number * segments.UNIT) + 1) // segments.UNIT
+
+
+@gluon.jit
+def _run_from(low, tile, follows, segments):
+    """The tiles of keys from ``low`` to the end of their segment group."""
+    high = tile.high
+    if segments.PER_GROUP > 0:
+        group = segment_of(low * segments.UNIT) // segments.PER_GROUP
+        behind = segment_start((group + 1) * segments.PER_GROUP) // segments.UNIT
+        high = gl.minimum(high, behind)
+    return KeyRun(low=low, high=high, end=tile.high, follows=follows)
+
+
+@gluon.jit
+def _tiles_seen(tile, run, rows, mask, KV_TILE: gl.constexpr):
+    """Tiles ``[inner, edge)`` behind a run's first one, of whose keys every row sees all."""
+    all_low, all_high = mask.seen_by_all(rows.first, rows.last, tile.kv_len, tile.causal)
+    inner = run.low + 1
+    if mask.WINDOW or mask.CHUNK:
+        inner = gl.maximum((all_low + KV_TILE - 1) // KV_TILE, inner)
+        inner = gl.minimum(inner, run.high)
+    return inner, gl.maximum(gl.minimum(all_high // KV_TILE, run.high), inner)
+
+
+@gluon.jit
+def consume_segments(
+    PART: gl.constexpr, queries, rings, cache, scaling, mask, out, segments, shape
+):
+    """A warp group: rows ``[64 * PART, 64 * PART + 64)`` of every tile of queries.
+
+    The keys of a tile of queries are walked in runs, one for each segment group. The last output of
+    a run and the first scores of the next are issued together; states are folded and written under
+    the latter. Every warp group takes every tile of keys, also where none of its own rows sees one:
+    that changes no bit of its states.
+    """
+    OUTPUT: gl.constexpr = shape.OUTPUT
+    turn = 0
+    done = 0
+    parity = 0
+    mbarrier.wait(queries.full.index(0), 0)
+    tile = part_told(PART, 0, queries, shape)
+    run = _run_from(tile.low, tile, tile.low < 0, segments)
+    scores = first_scores(PART, done, tile, queries, rings.keys, shape)
+    pairs, m, l = _first_weights(
+        scores, done, tile, run, queries, rings.keys, scaling, mask, segments, shape
+    )
+    while tile.high > 0:
+        rows = rows_of(tile, mask, shape)
+        inner, edge = _tiles_seen(tile, run, rows, mask, shape.KV_TILE)
+        acc = gl.zeros([64, shape.WIDTH], gl.float32, OUTPUT)
+        rest = m
+        if rings.values.EXTRA > 0:
+            rest = gl.zeros([64, shape.EXTRA], gl.float32, shape.EXTRA_OUTPUT)
+        folded = _empty(shape, segments)
+        opens = _behind(run.low, segments)
+        place = (turn % queries.STAGES) * shape.WARP_GROUPS + PART
+        if mask.WINDOW or mask.CHUNK:
+            for i in range(run.low + 1, inner):
+                opens, acc, rest, pairs, m, l, folded = _step(
+                    PART, i, done, anew(place, _LOW), opens, acc, rest, pairs, m, l, folded, tile,
+                    run, rows, queries, rings, scaling, mask, segments, shape, True,
+                )  # fmt: skip
+        for i in range(inner, edge):
+            opens, acc, rest, pairs, m, l, folded = _step(
+                PART, i, done, anew(place, _INNER), opens, acc, rest, pairs, m, l, folded, tile,
+                run, rows, queries, rings, scaling, mask, segments, shape, False,
+            )  # fmt: skip
+        for i in range(edge, run.high):
+            opens, acc, rest, pairs, m, l, folded = _step(
+                PART, i, done, anew(place, _EDGE), opens, acc, rest, pairs, m, l, folded, tile,
+                run, rows, queries, rings, scaling, mask, segments, shape, True,
+            )  # fmt: skip
+        is_last = run.high == run.end
+        finished = tile
+        if queries.STAGES > 1:
+            # Read again, since there are no registers to keep it in.
+            finished = part_told(PART, turn % queries.STAGES, queries, shape)
+            mbarrier.arrive(queries.empty.index(turn % queries.STAGES), count=1, pred=is_last)
+        weights = unpack(pairs, shape.VALUE, shape.KV_TILE, gl.DotOperandLayout(0, OUTPUT, 2))
+        done += run.high - run.low
+        before = done - 1
+        if is_last:
+            parity = clear_behind(PART, before, parity, finished, rings, shape)
+        rings.values.wait_full(before)
+        acc, rest = output_of(weights, before, acc, rest, rings.values)
+        # The next run, of these queries or of the next. After the last one its scores are of
+        # whatever is there.
+        ended = run
+        turn += is_last.to(gl.int32)
+        stage = turn % queries.STAGES
+        queries.wait_full(turn)
+        tile = part_told(PART, stage, queries, shape)
+        run = _run_from(
+            gl.where(is_last, tile.low, run.high), tile, run.high < run.end, segments
+        )  # fmt: skip
+        # The opaque zero hides the address, see the other consumer.
+        place = stage * shape.WARP_GROUPS + PART + opaque_zero()
+        scores = first_scores(place, done, tile, queries, rings.keys, shape)
+        acc, rest = awaited(acc, rest, rings.values, 2 if shape.EXTRA > 0 else 1)
+        if not rings.JOINT:
+            rings.values.give_back(before)
+        m, l, acc, rest = _finished(
+            PART, acc, rest, m, l, folded, ended, scaling, segments, shape
+        )  # fmt: skip
+        # A run that others follow writes no row.
+        left = gl.where(ended.high == ended.end, finished.left, 0)
+        _write(m, l, acc, rest, finished, left, out, rings.values, shape)
+        pairs, m, l = _first_weights(
+            scores, done, tile, run, queries, rings.keys, scaling, mask, segments, shape
+        )

@@ -1,0 +1,313 @@
+"""Parts of a step that both kinds of consumers have: products, masks, queries and rows.
+
+:mod:`attn.kernels.dense.hopper_prefill.consumer` and
+:mod:`attn.kernels.dense.hopper_prefill.segmented` are the consumers.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from attn.kernels.dense.hopper_prefill.scheduler import told, wide
+from attn.kernels.lang.masks import reach_of
+from attn.kernels.lang.numerics import encode_e4m3
+from attn.kernels.lang.opaque import opaque_zero
+from attn.kernels.lang.structures import QueryTile, Rows
+
+_OWN = gl.constexpr(55)
+"""Bits of a row's number that say which thread has it in a product's result; that of 8 says which
+of its registers."""
+
+
+@gluon.jit
+def _up_to(scores, key, last):
+    """Scores of keys up to the last, minus infinity for others.
+
+    Of comparisons that it sees LLVM makes bits of a mask, and takes them apart again: five
+    instructions for each score in place of two.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.le.s32 p, $2, $3; selp.f32 $0, $1, 0fFF800000, p; }",
+        "=f,f,r,r", [scores, key, last], dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _within(scores, key, query, window):
+    """Scores of the last ``window`` keys up to the query's own, minus infinity for others."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 a; sub.s32 a, $3, $2; setp.lt.u32 p, a, $4;"
+        " selp.f32 $0, $1, 0fFF800000, p; }",
+        "=f,f,r,r,r", [scores, key, query, window], dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def masked_tile(scores, first_key, rows, kv_len, mask):
+    """A tile of scores, minus infinity where a row does not see the key; the first of the tile's
+    keys is ``first_key``.
+    """
+    number = gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, scores.type.layout))
+    # A column is the sum of a constant of its register and a number of its thread, which goes to
+    # the other side: each score is compared by a constant, in one instruction. With fewer keys
+    # heads are wide, and leave no register for that number.
+    MANY: gl.constexpr = scores.shape[1] >= 128
+    BACK: gl.constexpr = mask.CAUSAL == 1 and mask.WINDOW and not mask.CHUNK and not mask.RANGES
+    known, others = number & ~6, number & 6
+    if MANY and not (mask.WINDOW or mask.CHUNK or mask.RANGES):
+        away = (rows.reach - first_key)[:, None] - others[None, :]
+        scores = _up_to(scores, known[None, :], away)
+    elif MANY and BACK:
+        # Both edges in one comparison: a query is one of the keys that it sees, the last.
+        away = (rows.query - first_key)[:, None] - others[None, :]
+        scores = _within(scores, known[None, :], away, mask.window)
+    else:
+        key = first_key + number
+        if BACK:
+            away = rows.query[:, None] - key[None, :]
+            seen = away.to(gl.uint32, bitcast=True) < mask.window.to(gl.uint32)
+            scores = gl.where(seen, scores, float("-inf"))
+        else:
+            scores = mask.masked(
+                scores, rows.query, key, rows.reach, kv_len, rows.range_first, rows.range_last
+            )
+    return scores
+
+
+@gluon.jit
+def computed(l):
+    """The sums, behind an event that would be counted if one were negative. It never is, but the
+    sums, and with them the whole softmax, have to be known for it: they are computed here, under
+    the product that is under way, where ptxas would move all of it behind the wait for that.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.lt.f32 p, $2, 0f00000000; setp.lt.or.f32 p, $3, 0f00000000, p;"
+        " @p pmevent 1; mov.b32 $0, $2; mov.b32 $1, $3; }",
+        "=f,=f,f,f", [l], dtype=gl.float32, is_pure=False, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def pack(weights, DTYPE: gl.constexpr, KV_TILE: gl.constexpr):
+    """Weights as pairs of 16 bits, to be carried to the next iteration: as single 16-bit values
+    they would be split and joined again, as fp32 they would hold twice the registers.
+    """
+    low, high = gl.split(gl.reshape(weights, [64, KV_TILE // 2, 2]))
+    if DTYPE.is_bf16():
+        pairs = gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True,
+            pack=1,
+        )  # fmt: skip
+    else:
+        pairs = gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True,
+            pack=1,
+        )  # fmt: skip
+    return pairs
+
+
+@gluon.jit
+def unpack(pairs, DTYPE: gl.constexpr, KV_TILE: gl.constexpr, LAYOUT: gl.constexpr):
+    """The left operand of the output's product; no instruction is left of it."""
+    low = pairs.to(gl.int16).to(DTYPE, bitcast=True)
+    high = (pairs >> 16).to(gl.int16).to(DTYPE, bitcast=True)
+    return gl.convert_layout(gl.reshape(gl.join(low, high), [64, KV_TILE]), LAYOUT)
+
+
+@gluon.jit
+def scores_of(place, turn, queries, keys, shape):
+    """Scores of a tile of keys, under way: of EXTRA columns in a product of their own.
+
+    Queries are those of ``place`` in their ring, keys those of ``turn`` in theirs.
+    """
+    q = queries.tiles.index(place)
+    stage = turn % keys.STAGES
+    scores = warpgroup_mma(
+        q,
+        keys.tiles.index(stage).permute((1, 0)),
+        gl.zeros([64, shape.KV_TILE], gl.float32, shape.SCORES),
+        use_acc=False,
+        is_async=True,
+    )
+    if shape.EXTRA > 0:
+        scores = warpgroup_mma(
+            queries.extra_tiles.index(place),
+            keys.extra_tiles.index(stage).permute((1, 0)),
+            scores,
+            is_async=True,
+        )
+    return scores
+
+
+@gluon.jit
+def output_of(left, turn, acc, rest, values):
+    """Output of a tile of values, under way: of EXTRA columns in a product of its own, ``rest``."""
+    stage = turn % values.STAGES
+    acc = warpgroup_mma(left, values.tiles.index(stage), acc, is_async=True)
+    if values.EXTRA > 0:
+        rest = warpgroup_mma(left, values.extra_tiles.index(stage), rest, is_async=True)
+    return acc, rest
+
+
+@gluon.jit
+def awaited(acc, rest, values, LEFT: gl.constexpr):
+    """Wait for an output, until LEFT younger products are under way."""
+    if values.EXTRA > 0:
+        acc, rest = warpgroup_mma_wait(LEFT, deps=[acc, rest])
+    else:
+        acc = warpgroup_mma_wait(LEFT, deps=[acc])
+    return acc, rest
+
+
+@gluon.jit
+def scaled(x, by):
+    """Rows of an output, each multiplied by one factor."""
+    return x * gl.convert_layout(by, gl.SliceLayout(1, x.type.layout))[:, None]
+
+
+@gluon.jit
+def _clear_rows(box, first, live, COLUMNS: gl.constexpr):
+    """Zero the rows of a box from number ``live`` on; the box's first has number ``first``."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
+    row = first + gl.arange(0, box.shape[0], layout=gl.SliceLayout(1, LAYOUT))
+    rows = box.load(LAYOUT)
+    box.store(gl.where((row < live)[:, None], rows, 0.0))
+
+
+@gluon.jit
+def _clear_tail(values, stage, live):
+    """Zero the values of a stage from its token ``live`` to the end of that token's run."""
+    RUNS: gl.constexpr = values.KV_TILE // values.RUN
+    run = live // values.RUN
+    first = run * values.RUN
+    for half in gl.static_range(values.HALVES):
+        box = values.runs.index((stage * values.HALVES + half) * RUNS + run)
+        _clear_rows(box, first, live, 64)
+    if values.EXTRA > 0:
+        _clear_rows(values.extra_runs.index(stage * RUNS + run), first, live, values.EXTRA)
+    # Generic stores before wgmma reads them, and before TMA overwrites them.
+    fence_async_shared()
+
+
+@gluon.jit
+def _taken_apart(row, OWN: gl.constexpr, PACKED: gl.constexpr):
+    """Token and query head, within its tile, of a row's number.
+
+    OWN are the bits that say which thread has it: what comes of them is computed where it is used.
+    The others say which of its registers, and become constants. Together they were a register for
+    each row of a thread, from the kernel's beginning on.
+    """
+    own, rest = (row & OWN) + opaque_zero(), row & ~OWN
+    return own // PACKED + rest // PACKED, own % PACKED + rest % PACKED
+
+
+@gluon.jit
+def store_rows(result, first, tile, left, out, shape):
+    """Write columns from ``first`` on of the rows of a warp group's first ``left`` tokens."""
+    PACKED: gl.constexpr = shape.PACKED
+    WIDTH: gl.constexpr = result.shape[1]
+    OUTPUT: gl.constexpr = result.type.layout
+    out_ptr = out.out_ptr
+    if out.FP8_OUT:
+        narrow = encode_e4m3(result, True)
+    else:
+        narrow = result.to(out_ptr.dtype.element_ty)
+    # By way of shared memory to rows of 16 bytes per thread, where there is room for it.
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    IS_NARROW: gl.constexpr = WIDTH <= 128 and out_ptr.dtype.element_ty != gl.float32
+    ROWS: gl.constexpr = WIDE if IS_NARROW else OUTPUT
+    narrow = gl.convert_layout(narrow, ROWS)
+    # With heads of up to 128 columns every bit of a row's number counts as the thread's: Triton 3.8
+    # has no registers left to take the constants of registers apart.
+    OWN: gl.constexpr = (63 if WIDTH <= 64 else 7) if IS_NARROW else _OWN
+    token, lane = _taken_apart(gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS)), OWN, PACKED)
+    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, ROWS)) + first
+    offset = (tile.row + token).to(gl.int64) * wide(out.out_token)
+    offset += (tile.head * PACKED + lane) * wide(out.out_head)
+    mask = (token < left)[:, None] & (column < shape.SIZE)[None, :]
+    if IS_NARROW:
+        places = offset[:, None] + column[None, :]
+    else:
+        # The thread's bits first, so that the others become constants: a register for each of its
+        # columns was kept otherwise. Columns lie in pairs.
+        own = gl.max_constancy(gl.multiple_of(column & 6, 2), 2)
+        rest = gl.max_contiguous(gl.multiple_of(column & ~6, 2), 2)
+        places = (offset[:, None] + own[None, :]) + rest[None, :]
+    gl.store(out_ptr + places, narrow, mask=mask)
+
+
+@gluon.jit
+def rows_of(tile, mask, shape):
+    """A warp group's rows of a tile.
+
+    Rows past the request's last are copies of it, and not written.
+    """
+    SPAN: gl.constexpr = 64 // shape.PACKED
+    first = tile.position + gl.minimum(tile.left - 1, 0)
+    last = tile.position + gl.minimum(tile.left, SPAN) - 1
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, shape.SCORES))
+    if shape.WIDTH + shape.EXTRA > 64:
+        # Not kept in registers from the kernel's beginning on, of which narrow heads spare none.
+        row += opaque_zero()
+    query = gl.minimum(tile.position + row // shape.PACKED, last)
+    reach = reach_of(query, tile.kv_len, tile.causal, mask.CAUSAL)
+    range_first, range_last = mask.own_range(query, tile.req)
+    return Rows(
+        first=first, last=last, query=query, reach=reach, range_first=range_first,
+        range_last=range_last,
+    )  # fmt: skip
+
+
+@gluon.jit
+def anew(place, ASM: gl.constexpr):
+    """``place``, in a way that the compiler cannot see through, other than with another ASM.
+
+    Loops that share an operand's address made ptxas compute part of it ahead of the first of them
+    only, which need not run at all: see ``undefined_reads`` in ``tests/tools/sass.py``.
+    """
+    return gl.inline_asm_elementwise(ASM, "=r,r", [place], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def part_told(PART: gl.constexpr, stage, queries, shape):
+    """The tile of a stage of queries, from the first token of a warp group's rows on."""
+    SPAN: gl.constexpr = 64 // shape.PACKED
+    tile = told(queries.records, stage)
+    return QueryTile(
+        head=tile.head, req=tile.req, row=tile.row + PART * SPAN, left=tile.left - PART * SPAN,
+        position=tile.position + PART * SPAN, kv_len=tile.kv_len, causal=tile.causal,
+        start=tile.start, low=tile.low, high=tile.high,
+    )  # fmt: skip
+
+
+@gluon.jit
+def first_scores(place, now, tile, queries, keys, shape):
+    """Scores of a tile's first keys, under way; without a tile, of whatever is there."""
+    keys.wait_full(now, tile.high > 0)
+    return scores_of(place, now, queries, keys, shape)
+
+
+@gluon.jit
+def clear_behind(PART: gl.constexpr, done, parity, tile, rings, shape):
+    """Clear what nobody wrote of a tile's last values, once for all warp groups.
+
+    ``done`` is the turn of those values. Returns the parity of the next phase of ``cleared``.
+    """
+    live = tile.kv_len - (tile.high - 1) * shape.KV_TILE
+    has_tail = (shape.KIND <= 0) & (live < shape.KV_TILE) & (live % rings.values.RUN != 0)
+    if has_tail:
+        if PART == shape.WARP_GROUPS - 1:
+            rings.values.wait_full(done)
+            _clear_tail(rings.values, done % rings.values.STAGES, live)
+        # Everybody arrives: of one that waits alone, the other could be two tails ahead,
+        # and the phase that it waits for would look as if it were still to come.
+        mbarrier.arrive(rings.cleared, count=1)
+        mbarrier.wait(rings.cleared, parity)
+    return parity ^ has_tail.to(gl.int32)
