@@ -85,6 +85,7 @@ IN_REGISTERS: dict[str, Any] = {
     "anew": lambda place, asm: place,
     "computed": lambda sums: sums,
     "_computed": lambda sums: sums,
+    "_behind_stores": lambda slot: slot,
     "_up_to": lambda scores, key, last: _kept(scores, key <= last),
     "_within": lambda scores, key, query, window: _kept(
         scores, (query - key >= 0) & (query - key < window)

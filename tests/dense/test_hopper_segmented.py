@@ -46,10 +46,13 @@ LAYERS = {
     "no group": replace(SMALL, heads=(1, 1, 64), keys=1100),
     "seven heads": replace(SMALL, heads=(7, 1, 64), keys=1100, queries=70),
     "window": replace(SMALL, window=700),
+    "narrow window": replace(SMALL, window=100, sinks=True, keys=1100),
     "chunk": replace(SMALL, chunk=1024),
     "cap and sinks": replace(SMALL, soft_cap=30.0, sinks=True, keys=1100),
     "128": replace(SMALL, heads=(2, 1, 128)),
     "128 window": replace(SMALL, heads=(2, 1, 128), window=700),
+    # A verify has 64 rows, whose segments have 4096 keys.
+    "tall": replace(SMALL, heads=(16, 1, 64), keys=4200, queries=61, max_len=8192),
     "two products": replace(SMALL, heads=(2, 1, 96), queries=70),
     "stored": replace(SMALL, heads=(2, 1, 256), queries=70),
     "stored in two products": replace(SMALL, heads=(2, 1, 192), queries=70),

@@ -499,7 +499,7 @@ class Segments:
 
     Every warp group of every program has a slot of 64 rows for its state over whole segment groups;
     and with STORED, behind those of all, a slot for outputs over the segments of one group. A
-    thread reads there what it has written itself.
+    thread reads there the outputs that it has written itself.
     """
 
     states_ptr: Value

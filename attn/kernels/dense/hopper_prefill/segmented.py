@@ -131,6 +131,17 @@ def _slots(PART: gl.constexpr, shape):
 
 
 @gluon.jit
+def _behind_stores(slot):
+    """``slot``, behind all stores of the warp: the four threads of a row read the maximum and the
+    sum that one of them has stored.
+    """
+    return gl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [slot], dtype=gl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def _cells(x, first, slot, segments, shape):
     """Pointers to columns from ``first`` on of a slot's rows, laid out as ``x`` is."""
     WIDTH: gl.constexpr = shape.WIDTH + shape.EXTRA
@@ -278,7 +289,7 @@ def _finished(PART: gl.constexpr, acc, rest, m, l, folded, run, scaling, segment
     group_old, group_new = old, new
     if segments.PER_GROUP > 0:
         row = gl.arange(0, 64, layout=m.type.layout)
-        at = segments.sums_ptr + groups * 128 + row
+        at = segments.sums_ptr + _behind_stores(groups) * 128 + row
         there_is = (row >= 0) & run.follows
         group_m = gl.load(at, mask=there_is, other=float("-inf"))
         group_l = gl.load(at + 64, mask=there_is, other=0.0)
