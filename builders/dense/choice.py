@@ -222,8 +222,10 @@ def _tile_of_16_bits(
         return HopperTile(packed, 2, 128, width, min(run, 128), 1, 2, 240, extra)
     if extra and width == 64:
         return HopperTile(packed, 2, 128, width, min(run, 128), 2, 3, 240, extra)
-    if extra:
+    if extra == 64:
         return HopperTile(packed, 2, 64, width, min(run, 64), 2, 2, 240, extra)
+    if extra:
+        return HopperTile(packed, 2, 64, width, min(run, 64), 1, 3, 240, extra)
     if width <= 64:
         if dequantised or is_by_ptxas_13():
             # ptxas 13 spills in the loops of products if there are three warp groups.
@@ -364,6 +366,9 @@ def _measured_slower(shape: DenseShape, tile: SplitTile, asks: LayerRequirements
     if shape.head_size == 64 and asks.is_local:
         # Measured with a single batch: 64 query rows behind a narrow window.
         return "head size 64 and a window or chunk"
+    if 96 < shape.head_size < 128 and shape.stored_bits == 16:
+        # Measured at head size 112 with a single batch.
+        return f"head size {shape.head_size}"
     if asks.is_local and 16 < used <= 32:
         # Measured with a single batch: 32 query rows.
         return f"a window or chunk and tiles of {used} query rows"
