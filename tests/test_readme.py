@@ -73,7 +73,7 @@ def test_the_tokens_per_second_in_vllm_are_those_of_the_table():
 
 
 def test_the_tokens_per_second_of_sparse_models_are_those_of_the_table():
-    sections = benchmark("h100_vllm_latent").split("\n## ")
+    sections = benchmark("h200_vllm_latent").split("\n## ")
     models = [
         next(text for text in sections if text.startswith(f"DeepSeek-V3.2-like, {heads} heads"))
         for heads in (16, 8)
@@ -105,11 +105,11 @@ def test_the_tokens_per_second_in_sglang_are_those_of_the_table():
 def test_the_tokens_per_second_in_transformers_are_those_of_the_table():
     found = re.findall(
         r"\| Transformers [\d.]+: >= 2 x sdpa \| ([\d.]+) x \| met \|",
-        benchmark("h100_transformers"),
+        benchmark("h200_transformers"),
     )
     assert found
     assert (
-        f"has {min(found, key=float)} x the [tokens/s](docs/benchmarks/h100_transformers.md)"
+        f"has {min(found, key=float)} x the [tokens/s](docs/benchmarks/h200_transformers.md)"
         in README
     )
 

@@ -72,7 +72,7 @@ def row(model, contender, seconds=1.0, attention=1000.0, start_up=30.0, spread=0
     rounds = (seconds * (1 - spread / 2), seconds, seconds * (1 + spread / 2))
     kernels = (kernel("hopper_narrow_sparse_kernel", attention), kernel("nvjet_gemm", 5000.0))
     values = {
-        "start_up_s": start_up,
+        "start_ups": (start_up,),
         "speeds": tuple(Speed(workload=load.name, seconds=rounds) for load in model.loads),
         "profiles": tuple(Profile(load=load.name, kernels=kernels) for load in model.loads[:2]),
     }
@@ -269,6 +269,21 @@ def test_a_start_up_is_judged_by_its_seconds():
     )
 
 
+def test_start_ups_within_their_spread_are_level():
+    def starts(*ours):
+        rival = row(LATENT, TRITON_MLA, start_ups=(30.0, 30.6))
+        return comparison(LATENT, rival, row(LATENT, CUSTOM, start_ups=ours))
+
+    for ours, expected in (
+        ((30.0, 31.0), Judgement.LEVEL),
+        ((33.0, 33.5), Judgement.NOT_MET),
+        ((27.0, 27.5), Judgement.MET),
+    ):
+        assert judge(starts(*ours), LATENT.goals[-1])[1] == expected
+    page = render(Comparisons(models=(starts(29.0, 31.0, 32.0),)))
+    assert "| CUSTOM | 31.0 | 9.7 % | beside the others, 3 times |" in page
+
+
 def sparse_rows(ours_us):
     return (
         row(SPARSE, FLASH_SPARSE),
@@ -371,6 +386,10 @@ def test_a_start_up_measured_alone_is_kept_beside_speeds():
         assert (merged.start_up_s, merged.starts_alone) == (20.0, True)
         assert merged.speed("decode").median == 2.0
         assert merged.profile("decode") is not None
+    again = row(LATENT, CUSTOM, start_up=23.0, starts_alone=True, speeds=(), profiles=())
+    both = comparison(LATENT, again).merged(later.merged(first))
+    assert both.row(CUSTOM).start_ups == (20.0, 23.0)
+    assert both.row(CUSTOM).start_up_s == 21.5
     failed = comparison(LATENT, Row(model=LATENT.name, contender=CUSTOM, error="no"))
     assert speeds.merged(failed).row(CUSTOM) == speeds.row(CUSTOM)
     assert failed.merged(speeds).row(CUSTOM) == speeds.row(CUSTOM)

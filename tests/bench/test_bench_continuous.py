@@ -34,7 +34,7 @@ RESULTS = ContinuousResults(
 def test_the_page_has_rates_ratios_and_verdicts():
     page = render_markdown([RESULTS])
     assert "# Transformers' continuous batching on NVIDIA H200" in page
-    assert "5.17.0: 2026-11-27, commit 0123abc; torch 2.11.0, triton 3.6.0" in page
+    assert "5.17.0: NVIDIA H200, 2026-11-27, commit 0123abc; torch 2.11.0, triton 3.6.0" in page
     assert "64 requests of 2048 tokens, 256 new tokens each" in page
     ours, other = (line for line in page.splitlines() if line.startswith("| 5.17.0 |"))
     assert "| 4,096 | 5.0 % | 2.50 | 0.0100 | 5 of 6 |" in ours

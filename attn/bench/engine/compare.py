@@ -232,7 +232,7 @@ class _Session:
         answer = self._answered(entry, entry.engine.answer)
         if answer is not None:
             self.environment = answer.environment or self.environment
-            entry.row = entry.row.replace(start_up_s=answer.start_up_s)
+            entry.row = entry.row.replace(start_ups=(answer.start_up_s,))
             self.log(f"{entry.row.contender.label}: started in {answer.start_up_s:.1f} s")
 
     def time(self, entry: _Entry, load: Load, turn: int) -> None:

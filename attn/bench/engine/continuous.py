@@ -154,8 +154,8 @@ def _when(run: ContinuousResults) -> str:
     # Contenders may have been measured one by one.
     commits = dict.fromkeys(one.get("commit", "unknown") for one in measured)
     return (
-        f"- Transformers {found.get('transformers', 'unknown')}: {found.get('date', 'no date')}, "
-        f"commit {', '.join(commits) or 'unknown'}; torch {found.get('torch', 'unknown')}, triton "
+        f"- Transformers {found.get('transformers', 'unknown')}: {found.get('device', 'no GPU')}, "
+        f"{found.get('date', 'no date')}, commit {', '.join(commits) or 'unknown'}; torch {found.get('torch', 'unknown')}, triton "
         f"{found.get('triton', 'unknown')}."
     )
 

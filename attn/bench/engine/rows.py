@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from enum import StrEnum, unique
+from statistics import median
 
 from pydantic import Field, StrictBool
 
@@ -40,7 +41,8 @@ class Row(Spec):
 
     model: str
     contender: Contender
-    start_up_s: float | None = None
+    start_ups: tuple[float, ...] = ()
+    """Seconds of each start-up."""
     starts_alone: StrictBool = False
     """True where no other engine started at the same time."""
     speeds: tuple[Speed, ...] = ()
@@ -51,6 +53,18 @@ class Row(Spec):
     """What vLLM itself said last before it failed."""
     compiled: tuple[str, ...] = ()
     """Compiled modules of vLLM that were installed."""
+
+    @property
+    def start_up_s(self) -> float | None:
+        """Median seconds of a start-up; None when none was measured."""
+        return median(self.start_ups) if self.start_ups else None
+
+    @property
+    def start_up_spread(self) -> float | None:
+        """(Longest - shortest) / median of the start-ups; None for fewer than two."""
+        if len(self.start_ups) < 2:
+            return None
+        return (max(self.start_ups) - min(self.start_ups)) / median(self.start_ups)
 
     def speed(self, load: str) -> Speed | None:
         """Speed of a load by name; None when it was not measured."""
@@ -63,16 +77,18 @@ class Row(Spec):
     def after(self, earlier: Row) -> Row:
         """The row, completed by an earlier one of the same contender.
 
-        An engine that failed now does not undo a result. A row of a start-up alone adds it to
-        earlier speeds, and a start-up of an engine alone is kept.
+        An engine that failed now does not undo a result. A row of start-ups alone adds them to
+        earlier speeds and to earlier start-ups alone, which are kept.
         """
         if self.error:
             return earlier
-        start_up = {"start_up_s": self.start_up_s, "starts_alone": self.starts_alone}
-        if earlier.starts_alone and not self.starts_alone:
-            start_up = {"start_up_s": earlier.start_up_s, "starts_alone": True}
+        start_ups = self.start_ups
+        if earlier.starts_alone:
+            start_ups = earlier.start_ups + (self.start_ups if self.starts_alone else ())
         is_whole = self.speeds or earlier.error
-        return (self if is_whole else earlier).replace(**start_up)
+        return (self if is_whole else earlier).replace(
+            start_ups=start_ups, starts_alone=self.starts_alone or earlier.starts_alone
+        )
 
 
 class Comparison(Spec):
@@ -172,10 +188,16 @@ def ratio_of(comparison: Comparison, goal: Goal, rival: Contender) -> float | No
 
 
 def noise_of(comparison: Comparison, goal: Goal, rival: Contender) -> float:
-    """The larger quartile spread of the two engines' rounds; zero for what has no rounds."""
+    """The larger spread of the two engines: of rounds by quartiles, of start-ups whole.
+
+    Zero for what was measured once, and for kernels.
+    """
+    rows = comparison.row(goal.ours), comparison.row(rival)
+    if goal.measure is Measure.START_UP:
+        spreads = [None if row is None else row.start_up_spread for row in rows]
+        return max((spread for spread in spreads if spread is not None), default=0.0)
     if goal.measure is not Measure.RATE:
         return 0.0
-    rows = comparison.row(goal.ours), comparison.row(rival)
     speeds = [None if row is None else row.speed(goal.load) for row in rows]
     return max((speed.quartile_spread for speed in speeds if speed is not None), default=0.0)
 
@@ -280,14 +302,16 @@ def _model_section(model: EngineModel, comparison: Comparison) -> list[str]:
         [
             row.contender.label,
             "failed" if row.error else _number(row.start_up_s, 1),
-            "alone" if row.starts_alone else "beside the others",
+            "" if row.start_up_spread is None else f"{100 * row.start_up_spread:.1f} %",
+            ("alone" if row.starts_alone else "beside the others")
+            + (f", {len(row.start_ups)} times" if len(row.start_ups) > 1 else ""),
         ]
         for row in comparison.rows
     ]
     parts = [
         where,
         markdown_table(header, rows),
-        markdown_table(["backend", "start-up s", "started"], starts),
+        markdown_table(["backend", "start-up s", "spread", "started"], starts),
     ]
     failed = [_failure(row) for row in comparison.rows if row.error]
     return [*parts, *(["Not run:", "\n".join(failed)] if failed else [])]
