@@ -155,8 +155,8 @@ def _when(run: ContinuousResults) -> str:
     commits = dict.fromkeys(one.get("commit", "unknown") for one in measured)
     return (
         f"- Transformers {found.get('transformers', 'unknown')}: {found.get('device', 'no GPU')}, "
-        f"{found.get('date', 'no date')}, commit {', '.join(commits) or 'unknown'}; torch {found.get('torch', 'unknown')}, triton "
-        f"{found.get('triton', 'unknown')}."
+        f"{found.get('date', 'no date')}, commit {', '.join(commits) or 'unknown'}; torch "
+        f"{found.get('torch', 'unknown')}, triton {found.get('triton', 'unknown')}."
     )
 
 
