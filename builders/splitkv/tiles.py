@@ -141,7 +141,8 @@ class HopperTile:
     registers: int
     """Registers of a thread that multiplies."""
     extra: int = 0
-    """Columns that keys have beyond ``width``; if there are any, ``width`` is that of values."""
+    """Columns of a second product beside that of ``width`` columns. Keys have them; so have values
+    where keys and values have one head size."""
     stores_totals: bool = False
     """Outputs over earlier segments wait in memory and not in registers (batch invariance)."""
 
