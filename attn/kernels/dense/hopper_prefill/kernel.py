@@ -318,7 +318,7 @@ def hopper_prefill_kernel(
             [4, 4],
             [REGISTERS, 504 - 2 * REGISTERS],
         )  # fmt: skip
-    elif SEGMENT_UNIT > 0 and WARP_GROUPS == 2:
+    elif SEGMENT_UNIT > 0:
         gl.warp_specialize(
             [
                 (consume_segments, (0, queries, rings, cache, scaling, mask, out, segments, shape)),
@@ -327,17 +327,6 @@ def hopper_prefill_kernel(
             ],
             [4, 1],
             [REGISTERS, 504 - 2 * REGISTERS],
-        )  # fmt: skip
-    elif SEGMENT_UNIT > 0:
-        gl.warp_specialize(
-            [
-                (consume_segments, (0, queries, rings, cache, scaling, mask, out, segments, shape)),
-                (consume_segments, (1, queries, rings, cache, scaling, mask, out, segments, shape)),
-                (consume_segments, (2, queries, rings, cache, scaling, mask, out, segments, shape)),
-                (produce, (queries, rings, cache, schedule, mask, shape)),
-            ],
-            [4, 4, 1],
-            [REGISTERS, REGISTERS, 32],
         )  # fmt: skip
     elif WARP_GROUPS == 2:
         gl.warp_specialize(
