@@ -431,14 +431,14 @@ INVARIANT_VARIANTS: Final = (
     _only(_P, "64/8/64 window sinks", heads=(64, 8, 64), window=128, sinks=True, **_INVARIANT),
     _only(_D, "verify 4", drafts=3, **_INVARIANT),
     _only(_H, "32/8/128", 90, speed=True, **_INVARIANT),
-    _only(_H, "64/8/64", 90, speed=True, heads=(64, 8, 64), **_INVARIANT),
+    _only(_H, "64/8/64", speed=True, heads=(64, 8, 64), **_INVARIANT),
     _only(_H, "32/32/96", speed=True, heads=(32, 32, 96), **_INVARIANT),
     _only(_H, "16/8/192", speed=True, heads=(16, 8, 192), **_INVARIANT),
     # Triton 3.7 and 3.9 spill, outside of the loop over tiles that every row sees.
     _only(_H, "16/8/256", 90, heads=(16, 8, 256), **_INVARIANT),
-    _only(_H, "window 1024", 90, speed=True, window=1024, **_INVARIANT),
+    _only(_H, "window 1024", speed=True, window=1024, **_INVARIANT),
     _only(_H, "64/8/64 window sinks", heads=(64, 8, 64), window=128, sinks=True, **_INVARIANT),
-    _only(_H, "cap sinks", 90, soft_cap=30.0, sinks=True, **_INVARIANT),
+    _only(_H, "cap sinks", soft_cap=30.0, sinks=True, **_INVARIANT),
     _only(
         _H, "16/8/256 soft cap window", heads=(16, 8, 256), soft_cap=30.0, window=1024, **_INVARIANT
     ),
@@ -461,7 +461,7 @@ HOPPER_VARIANTS: Final = (
     _only(_H, "window 1024", 90, speed=True, window=1024),
     # Types, head sizes, groups.
     _only(_H, "fp16", dtype=DType.FLOAT16),
-    _only(_H, "32/8/80", 90, speed=True, heads=(32, 8, 80)),
+    _only(_H, "32/8/80", speed=True, heads=(32, 8, 80)),
     _only(_H, "32/32/96", speed=True, heads=(32, 32, 96)),
     _only(_H, "32/8/160", speed=True, heads=(32, 8, 160)),
     _only(_H, "64/8/192", 90, speed=True, heads=(64, 8, 192)),
@@ -529,7 +529,7 @@ HOPPER_VARIANTS: Final = (
     _only(_HD, "16/8/256", 90, speed=True, heads=(16, 8, 256)),
     _only(_HD, "8/1/128", 90, speed=True, heads=(8, 1, 128)),
     _only(_HD, "32/32/128", speed=True, heads=(32, 32, 128)),
-    _only(_HD, "8/1/192", 90, speed=True, heads=(8, 1, 192)),
+    _only(_HD, "8/1/192", speed=True, heads=(8, 1, 192)),
     _only(_HD, "32/8/80", speed=True, heads=(32, 8, 80)),
     _only(_HD, "32/8/160", speed=True, heads=(32, 8, 160)),
     _only(_HD, "32/8/96 verify 8", speed=True, heads=(32, 8, 96), drafts=7),
