@@ -255,8 +255,7 @@ class SegmentedKeys:
     those over segments of one group if the kernel's tile ``stores_totals``; empty where nothing
     needs it."""
     sums: torch.Tensor
-    """fp32 scratch of the portable kernel: two numbers for each query row of a state, its maximum
-    and its sum."""
+    """fp32 scratch: two numbers for each query row of a state, its maximum and its sum."""
 
     @property
     def static(self) -> tuple[int, ...]:
