@@ -1,6 +1,7 @@
 """The comparison of engines without an engine: loads, goals, verdicts, merging, and the page."""
 
 import json
+import os
 import sys
 
 import pytest
@@ -452,6 +453,8 @@ if backend == "FLASHMLA":
 out = os.fdopen(int(os.environ["ATTN_ANSWERS"]), "w")
 def answer(**fields):
     out.write(json.dumps(fields) + "\\n"); out.flush()
+cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+print("cores", cores, flush=True)
 answer(environment={"device": "a GPU"}, start_up_s=1.5)
 for line in sys.stdin:
     asked = json.loads(line)
@@ -514,6 +517,29 @@ def test_start_ups_alone_are_one_after_another(fake):
     assert [item.start_up_s for item in final.rows] == [1.5, 1.5]
     assert all(item.starts_alone for item in final.rows)
     assert not any(item.speeds for item in final.rows)
+
+
+def test_start_ups_on_cores_of_their_own_are_at_once_and_add_up(fake):
+    if len(before := os.sched_getaffinity(0)) < 2:
+        pytest.skip("one core")
+    settings = CompareSettings(
+        only_starts=True,
+        own_cores=True,
+        backends=("CUSTOM", "TRITON_MLA"),
+        answer_s=30.0,
+        logs=fake,
+    )
+    first, again = (list(compare(LATENT, settings, lambda line: None))[-1] for _ in range(2))
+    assert os.sched_getaffinity(0) == before
+    both = again.merged(first)
+    assert [item.start_ups for item in both.rows] == [(1.5, 1.5)] * 2
+    each = len(before) // 2
+    assert [item.cores for item in both.rows] == [each] * 2
+    assert f"on {each} cores of its own, 2 times" in render(Comparisons(models=(both,)))
+    logs = [(fake / f"{LATENT.name}-{name}-auto.log").read_text() for name in settings.backends]
+    of = [{*map(int, log.split("cores ")[1].split()[0].split(","))} for log in logs]
+    assert of[0] | of[1] <= before
+    assert not of[0] & of[1]
 
 
 def test_a_late_answer_is_an_error(fake, tmp_path):

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import select
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -58,6 +59,9 @@ class CompareSettings:
     once, which is faster."""
     only_starts: bool = False
     """Measure the start-up alone."""
+    own_cores: bool = False
+    """Start all engines at once, each on cores of its own, so that start-ups can be compared and
+    do not take the time of all."""
     profiles: bool = True
     limit_s: float = 500.0
     """Begin no round later than this."""
@@ -81,6 +85,17 @@ class CompareSettings:
         )
 
 
+@contextmanager
+def running_on(cores: Sequence[int]) -> Iterator[None]:
+    """Within, this process and those that it starts run on some cores; on all of its, for none."""
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, cores or before)
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 class Engine:
     """A process with an engine.
 
@@ -89,10 +104,16 @@ class Engine:
         contender: backend and cache.
         folder: new and empty folder for the process's files and compilation caches.
         settings: settings of the comparison.
+        cores: numbers of the cores that it runs on; none takes all.
     """
 
     def __init__(
-        self, model: EngineModel, contender: Contender, folder: Path, settings: CompareSettings
+        self,
+        model: EngineModel,
+        contender: Contender,
+        folder: Path,
+        settings: CompareSettings,
+        cores: Sequence[int] = (),
     ) -> None:
         self.contender, self.settings = contender, settings
         folder.mkdir(parents=True)
@@ -104,7 +125,7 @@ class Engine:
         environment = worker_environment(folder, os.environ)
         # Engines that start at once look for free ports at different places.
         environment["VLLM_PORT"] = str(20000 + abs(hash(str(folder))) % 400 * 64)
-        with self.log_path.open("w", encoding="utf-8") as output:
+        with running_on(cores), self.log_path.open("w", encoding="utf-8") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "attn.bench.engine.compare_worker", str(folder)],
                 env={**environment, "ATTN_ANSWERS": str(writing)},
@@ -218,12 +239,16 @@ class _Session:
     def alive(self) -> list[_Entry]:
         return [entry for entry in self.entries if not entry.row.error]
 
-    def start(self, contender: Contender, folder: Path) -> _Entry:
+    def start(self, contender: Contender, folder: Path, cores: Sequence[int] = ()) -> _Entry:
         """Start a contender's process, and do not wait for its engine."""
         place = folder / f"{contender.backend}-{contender.cache}"
-        engine = Engine(self.model, contender, place, self.settings)
-        alone = self.settings.starts_alone
-        row = Row(model=self.model.name, contender=contender, starts_alone=alone)
+        engine = Engine(self.model, contender, place, self.settings, cores)
+        row = Row(
+            model=self.model.name,
+            contender=contender,
+            starts_alone=self.settings.starts_alone or self.settings.own_cores,
+            cores=len(cores),
+        )
         self.entries.append(_Entry(engine, row))
         return self.entries[-1]
 
@@ -280,8 +305,8 @@ class _Session:
         contenders = self.settings.contenders(self.model)
         self.log(f"{self.model.name}: {', '.join(item.label for item in contenders)}")
         if not self.settings.starts_alone:
-            for contender in contenders:
-                self.start(contender, folder)
+            for contender, cores in zip(contenders, self.shares(len(contenders)), strict=True):
+                self.start(contender, folder, cores)
         for index, contender in enumerate(contenders):
             alone = self.settings.starts_alone
             entry = self.start(contender, folder) if alone else self.entries[index]
@@ -289,6 +314,16 @@ class _Session:
             if self.settings.only_starts:
                 entry.engine.close()
             yield self.found
+
+    def shares(self, engines: int) -> list[list[int]]:
+        """Cores of each engine: equally many, drawn anew each time; none where they share all."""
+        if not self.settings.own_cores:
+            return [[]] * engines
+        cores = sorted(os.sched_getaffinity(0))
+        each = len(cores) // engines
+        shares = [cores[each * index : each * (index + 1)] for index in range(engines)]
+        random.shuffle(shares)
+        return shares
 
     def rounds(self) -> Iterator[Comparison]:
         """Time all loads in turn; gives the results after each round."""
@@ -400,7 +435,14 @@ def _parser() -> argparse.ArgumentParser:
         help="Start engines one by one, to compare start-ups.",
     )
     parser.add_argument(
-        "--only-starts", action="store_true", help="Measure start-ups alone, one by one."
+        "--only-starts",
+        action="store_true",
+        help="Measure start-ups alone, one by one or with --own-cores.",
+    )
+    parser.add_argument(
+        "--own-cores",
+        action="store_true",
+        help="Start engines at once, each on as many cores of its own.",
     )
     parser.add_argument("--no-profiles", action="store_true", help="Record no kernels.")
     parser.add_argument(
@@ -431,8 +473,9 @@ def settings_of(options: argparse.Namespace) -> CompareSettings:
         backends=tuple(options.backends),
         caches=tuple(options.caches),
         rounds=options.rounds,
-        starts_alone=options.starts_alone or options.only_starts,
+        starts_alone=options.starts_alone or (options.only_starts and not options.own_cores),
         only_starts=options.only_starts,
+        own_cores=options.own_cores,
         profiles=not options.no_profiles,
         limit_s=options.limit_s,
         commit=options.commit,

@@ -12,7 +12,7 @@ from pydantic import Field, StrictBool
 from attn.bench.engine.engine import EngineEnvironment, Speed
 from attn.bench.engine.parts import KernelTime, PartName, part_of, time_of
 from attn.bench.engine.shapes import MODELS, Contender, EngineModel, Goal, Load, Measure
-from specs.base import PositiveInt, Spec
+from specs.base import NonNegativeInt, PositiveInt, Spec
 
 
 @unique
@@ -44,7 +44,9 @@ class Row(Spec):
     start_ups: tuple[float, ...] = ()
     """Seconds of each start-up."""
     starts_alone: StrictBool = False
-    """True where no other engine started at the same time."""
+    """True where no other engine started on its cores at the same time."""
+    cores: NonNegativeInt = 0
+    """Cores of an engine that started beside others on other cores; 0 where it did not."""
     speeds: tuple[Speed, ...] = ()
     profiles: tuple[Profile, ...] = ()
     error: str = ""
@@ -87,7 +89,9 @@ class Row(Spec):
             start_ups = earlier.start_ups + (self.start_ups if self.starts_alone else ())
         is_whole = self.speeds or earlier.error
         return (self if is_whole else earlier).replace(
-            start_ups=start_ups, starts_alone=self.starts_alone or earlier.starts_alone
+            start_ups=start_ups,
+            starts_alone=self.starts_alone or earlier.starts_alone,
+            cores=self.cores or earlier.cores,
         )
 
 
@@ -303,8 +307,7 @@ def _model_section(model: EngineModel, comparison: Comparison) -> list[str]:
             row.contender.label,
             "failed" if row.error else _number(row.start_up_s, 1),
             "" if row.start_up_spread is None else f"{100 * row.start_up_spread:.1f} %",
-            ("alone" if row.starts_alone else "beside the others")
-            + (f", {len(row.start_ups)} times" if len(row.start_ups) > 1 else ""),
+            _started(row) + (f", {len(row.start_ups)} times" if len(row.start_ups) > 1 else ""),
         ]
         for row in comparison.rows
     ]
@@ -315,6 +318,12 @@ def _model_section(model: EngineModel, comparison: Comparison) -> list[str]:
     ]
     failed = [_failure(row) for row in comparison.rows if row.error]
     return [*parts, *(["Not run:", "\n".join(failed)] if failed else [])]
+
+
+def _started(row: Row) -> str:
+    if row.cores:
+        return f"on {row.cores} cores of its own"
+    return "alone" if row.starts_alone else "beside the others"
 
 
 def _cells(model: EngineModel, comparison: Comparison, load: Load, row: Row) -> list[str]:
