@@ -383,7 +383,11 @@ def test_a_start_up_measured_alone_is_kept_beside_speeds():
     speeds = comparison(LATENT, row(LATENT, CUSTOM, 2.0, start_up=50.0))
     alone = row(LATENT, CUSTOM, start_up=20.0, starts_alone=True, speeds=(), profiles=())
     for first, later in ((speeds, comparison(LATENT, alone)), (comparison(LATENT, alone), speeds)):
-        merged = later.merged(first).row(CUSTOM)
+        whole = later.replace(rounds=16 if later is speeds else 5).merged(
+            first.replace(rounds=16 if first is speeds else 5)
+        )
+        assert whole.rounds == 16
+        merged = whole.row(CUSTOM)
         assert (merged.start_up_s, merged.starts_alone) == (20.0, True)
         assert merged.speed("decode").median == 2.0
         assert merged.profile("decode") is not None

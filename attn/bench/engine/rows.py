@@ -132,7 +132,10 @@ class Comparison(Spec):
         commits = [earlier.environment.commit, self.environment.commit]
         names = [name for text in commits for name in text.split(", ") if name != "unknown"]
         commit = ", ".join(dict.fromkeys(names)) or "unknown"
+        # Start-ups have no rounds.
+        is_timed = any(row.speeds for row in self.rows)
         return self.replace(
+            rounds=self.rounds if is_timed else earlier.rounds,
             environment=known.environment.replace(commit=commit),
             rows=tuple(sorted(kept.values(), key=lambda row: order.index(row.contender))),
         )
