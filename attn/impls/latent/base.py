@@ -18,7 +18,7 @@ from builders.device import device_facts
 from builders.latent.prefill import PAGE, LatentContext, LatentPrefill, check_head_pair
 from builders.pages.paging import check_slots
 from specs.cache_write import CacheTarget, Rotation
-from specs.dtypes import CacheDType, DType
+from specs.dtypes import CacheDType, DType, KVQuantMode
 from specs.layouts import KVViews, latent_views
 from specs.rows import RowFormat, latent_format_of
 
@@ -51,6 +51,8 @@ class LatentImpl(MLAAttentionImpl):
             check_head_pair(self.qk_head_dim, self.v_head_dim)
         # Reading the environment takes as long as handling a call's tensors, so it is read once.
         self._debugs = debug_enabled()
+        self._is_scaled = self.cache_dtype.quant_mode is KVQuantMode.FP8_PER_TENSOR
+        """Whether the layer has a scale for its cache, which each call checks."""
         self._rows: dict[tuple[CacheDType, torch.dtype], RowFormat] = {}
         self._viewed: ViewedCache[tuple[torch.Tensor, torch.Tensor]] | None = None
         self._expanded: DenseLauncher | None = None
@@ -300,6 +302,7 @@ class LatentImpl(MLAAttentionImpl):
         if cache_dtype is self.cache_dtype:
             latent, rope = latent.detach(), rope.detach()
             self._viewed = ViewedCache(kv_cache, model_dtype, (latent, rope))
+            self._viewed.pages = latent.shape[1], latent.dtype
         return latent, rope
 
     def _row(self, cache_dtype: CacheDType, model_dtype: torch.dtype) -> RowFormat:
