@@ -244,7 +244,7 @@ def test_no_tensor_of_a_forward_is_kept_alive(
     bench.driver.launches = []
     del query, step, bench.cache
     assert [one() for one in kept] == [None] * 4
-    for viewed in (bench.impl._viewed, getattr(bench.impl, "_fields_kept", None)):
+    for viewed in (bench.impl._viewed, getattr(bench.impl, "_cache_kept", None)):
         assert viewed is None or viewed.views is viewed.made is None
 
 

@@ -71,10 +71,10 @@ class LatentLauncher:
         try:
             query_token, query_head, query_column = query.stride()
             rotary_token, rotary_head, rotary_column = rotary.stride()
+            variant = _variant(plan, table, tensors, (query_column, rotary_column))
         except ValueError:
             check_tensors(self.layer, plan, step, tensors)
             raise
-        variant = _variant(plan, table, tensors, query_column, rotary_column)
         strides = query_token, query_head, rotary_token, rotary_head
         if plan.hopper is not None:
             self._on_hopper(plan, step, tensors, strides, variant)
@@ -233,37 +233,43 @@ def _new_clear(attends: Launcher) -> Launcher:
 
 
 def _variant(
-    plan: SplitPlan,
-    table: torch.Tensor,
-    tensors: LatentTensors,
-    query_column: int,
-    rotary_column: int,
+    plan: SplitPlan, table: torch.Tensor, tensors: LatentTensors, columns: tuple[int, int]
 ) -> tuple[Any, ...]:
     """The variant key: everything that a compiled variant depends on.
 
-    The strides of queries are left out, but for those from column to column. They differ from batch
-    to batch, since an engine's absorbed part lies head by head, and kernels take them as numbers.
-    The type of every tensor is part of the key, so that launchers need not check it.
+    The strides of queries are left out, but for ``columns``, those from column to column of the
+    query and of its rotary part. They differ from batch to batch, since an engine's absorbed part
+    lies head by head, and kernels take them as numbers. The type of every tensor is part of the
+    key, so that launchers need not check it.
+
+    Raises:
+        ValueError: a tensor has another number of dimensions.
     """
     query, rotary, rows = tensors.query, tensors.rotary, tensors.rows
     output, lse, scale = tensors.output, tensors.lse, tensors.k_scale
     assert rows is not None
+    # Unpacking a whole shape costs less than slicing it.
+    _, heads, size = query.shape
+    _, rotary_heads, rotary_size = rotary.shape
+    _, out_heads, out_size = output.shape
     return (
         plan.static,
         rows.variant,
+        columns,
         query.dtype,
         query.get_device(),
-        query.shape[1:],
-        query_column,
+        heads,
+        size,
         rotary.dtype,
         rotary.is_cuda,
-        rotary.shape[1:],
-        rotary_column,
+        rotary_heads,
+        rotary_size,
         output.dtype,
         output.is_cuda,
-        output.shape[1:],
+        out_heads,
+        out_size,
         output.stride(),
-        None if lse is None else (lse.dtype, lse.is_cuda, lse.shape[1:], lse.stride()),
+        None if lse is None else (lse.dtype, lse.is_cuda, lse.shape[-1], lse.stride()),
         scale.dtype,
         scale.is_cuda,
         scale.numel(),
