@@ -123,7 +123,8 @@ class TritonMLAImpl(LatentImpl):
             return
         self._check_step(attn_metadata)
         self._check_cache(attn_metadata, kv_c_and_k_pe_cache, q.dtype)
-        debug_slots(attn_metadata.slot_mapping, attn_metadata.num_actual_tokens)
+        if self._debugs:
+            debug_slots(attn_metadata.slot_mapping, attn_metadata.num_actual_tokens)
         cache = kv_c_and_k_pe_cache
         self.attend_prefill(q, kv_c_normed, k_pe, cache, prefill, k_scale, output, output_scale)
 
