@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from attn.ops.dispatch import has_kernel
@@ -11,6 +13,9 @@ from builders.checks.debug import debug_enabled
 from builders.sparse.arguments import JointLists, TopkLists
 from builders.sparse.joint import MOST_JOINED
 from specs.base import cdiv
+
+if TYPE_CHECKING:
+    from builders.launch.launcher import Launch
 
 
 def join_lists(
@@ -32,18 +37,31 @@ def join_lists(
         ValueError: tensors that do not fit together, or lists of which a rank keeps a part; in
             debug mode also a position that a row with keys does not see.
     """
+    launch = join_launch(lists, block_table, block_size, joint)
+    if launch is not None:
+        launch.launch()
+    elif len(joint.entries):
+        reference.join_lists(lists, block_table, block_size, joint)
+
+
+def join_launch(
+    lists: TopkLists, block_table: torch.Tensor, block_size: int, joint: JointLists
+) -> Launch | None:
+    """The launch of :func:`join_lists`, checked and prepared; it can be made several times.
+
+    Arguments and errors are those of :func:`join_lists`.
+
+    Returns:
+        None where there is no list, or where no kernel can take them.
+    """
     _check(lists, block_table, joint)
     if debug_enabled():
         check_positions(lists)
-    if len(joint.entries) == 0:
-        return
-    if has_kernel(joint.entries):
-        from attn.kernels.sparse.joint_lists import join_lists_call
-        from builders.launch.launcher import launch
+    if len(joint.entries) == 0 or not has_kernel(joint.entries):
+        return None
+    from attn.kernels.sparse.joint_lists import join_lists_launch
 
-        launch(join_lists_call(lists, block_table, block_size, joint))
-        return
-    reference.join_lists(lists, block_table, block_size, joint)
+    return join_lists_launch(lists, block_table, block_size, joint)
 
 
 def can_join(

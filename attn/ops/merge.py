@@ -45,20 +45,17 @@ def merge_states(
         if output_lse is not None:
             output_lse[:count] = lse.float()
         return
-    from attn.kernels.cache.merge import merge_call
-    from builders.launch.launcher import launch
+    from attn.kernels.cache.merge import merge_launch
 
-    launch(
-        merge_call(
-            outs,
-            lses,
-            output,
-            output_lse=output_lse,
-            output_scale=output_scale,
-            num_tokens=count,
-            hardware_e4m3=converts_float8(outs.device),
-        )
-    )
+    merge_launch(
+        outs,
+        lses,
+        output,
+        output_lse=output_lse,
+        output_scale=output_scale,
+        num_tokens=count,
+        hardware_e4m3=converts_float8(outs.device),
+    ).launch()
 
 
 def _check(

@@ -116,12 +116,8 @@ def attend_listed(launcher: SparseLauncher, launch: SparseLaunch, tensors: Spars
         NotImplementedError: sizes that no kernel takes.
     """
     tile, workspace = launch.tile, launch.workspace
-    if tile.hopper is not None:
-        # Imported late: the module needs Gluon, which other GPUs can do without.
-        from attn.kernels.sparse.hopper_launch import is_aligned
-
-        if not is_aligned(tensors.query, tensors.rotary, tensors.kv_cache):
-            tile = launch.twin
+    if tile.hopper is not None and not launcher.is_aligned(tensors):
+        tile = launch.twin
     tensors.states, tensors.sums = workspace.states, workspace.sums
     tensors.counters = workspace.counters
     most, count = launch.rows, tensors.indices.shape[0]

@@ -13,6 +13,7 @@ so that the order of its keys does not matter.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -58,6 +59,12 @@ class PagedRows:
     """``[R + 1]`` int32: first row of each request in the workspace, for kernels that need requests
     one behind another. None where request r owns rows ``[r * span, (r + 1) * span)``."""
 
+    @cached_property
+    def types(self) -> tuple[tuple[torch.dtype, bool] | None, ...]:
+        """Type of each tensor, and whether it is on a GPU; None for one that is not there."""
+        tensors = self.block_table, self.lens, self.starts, self.packed
+        return tuple(None if one is None else (one.dtype, one.is_cuda) for one in tensors)
+
 
 @dataclass
 class LatentContext:
@@ -99,7 +106,7 @@ class LatentContext:
         """The cached tokens that a piece is expanded from, in the cache of the rank that keeps
         them.
         """
-        return PagedRows(self.block_table, self.lens[piece], self.starts[piece], self.span)
+        return self._pieces[piece][0]
 
     def exchanged(self, piece: int) -> PagedRows:
         """The tokens of a piece, among the rows of a chunk that ranks have exchanged.
@@ -114,7 +121,19 @@ class LatentContext:
 
     def step_over(self, piece: int) -> TritonAttentionMetadata:
         """The step of the new tokens' attention over a piece."""
-        return replace(self.step, seq_lens=self.lens[piece], first_positions=self.left[piece])
+        return self._pieces[piece][1]
+
+    @cached_property
+    def _pieces(self) -> tuple[tuple[PagedRows, TritonAttentionMetadata], ...]:
+        """The cached tokens and the step of each piece, which all layers of the step share."""
+        table, span = self.block_table, self.span
+        return tuple(
+            (
+                PagedRows(table, lens, starts, span),
+                replace(self.step, seq_lens=lens, first_positions=left),
+            )
+            for lens, starts, left in zip(self.lens, self.starts, self.left, strict=True)
+        )
 
 
 @dataclass

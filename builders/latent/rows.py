@@ -5,6 +5,14 @@ from __future__ import annotations
 import torch
 
 
+def leading(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """The first ``count`` rows of a tensor.
+
+    A tensor that has no more is returned as it is, which costs the host less than a view of it.
+    """
+    return rows if rows.shape[0] == count else rows[:count]
+
+
 def flag_keyless(
     query_start_loc: torch.Tensor, seq_lens: torch.Tensor, out: torch.Tensor
 ) -> torch.Tensor:

@@ -27,6 +27,7 @@ from builders.device import device_facts, runs_gluon
 from builders.latent.choice import latent_kernel_of
 from builders.latent.prefill import PAGE, ExpandedPrefill, LatentPrefill, with_block_table
 from builders.latent.ranks import RankDecode, RankRows
+from builders.latent.rows import leading
 from builders.latent.tiles import LatentShape, latent_tile
 from builders.splitkv.planner import (
     PlannerOptions,
@@ -198,7 +199,7 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
             decode=decode,
             prefill=self.expanded.plan(batch, found.num_decodes) if found.num_prefills else None,
             group=self._group,
-            query_start_loc=batch.query_start_loc[: batch.num_reqs + 1],
+            query_start_loc=leading(batch.query_start_loc, batch.num_reqs + 1),
             ranked=ranked,
             **self.pages,
         )
@@ -260,9 +261,9 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
             slot_mapping=batch.slot_mapping,
             num_actual_tokens=batch.num_actual_tokens,
             num_reqs=decodes,
-            query_start_loc=batch.query_start_loc[: decodes + 1],
-            seq_lens=batch.seq_lens[:decodes],
-            block_table=batch.block_table_tensor[:decodes],
+            query_start_loc=leading(batch.query_start_loc, decodes + 1),
+            seq_lens=leading(batch.seq_lens, decodes),
+            block_table=leading(batch.block_table_tensor, decodes),
             split=self.planner.split(),
             prefill=None,
             **self.pages,

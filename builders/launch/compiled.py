@@ -7,7 +7,8 @@ It knows Triton 3.6 to 3.9. Launches that look different from these are left to 
 Triton compiles the same kernel for two launches if every varying argument has the same type, and
 
 - a tensor has the same dtype and the same alignment to 16 bytes;
-- an integer has the same width, and in both launches is 1 or not, and a multiple of 16 or not;
+- an integer has the same width, and in both launches is 1 or not, and a multiple of 16 or not (the
+  width of an integer that the kernel annotates does not count, but is compared all the same);
 - a descriptor has the same dtype, box and layout.
 
 A kernel can waive the alignment, and both questions about an integer. The tests ask Triton whether
@@ -32,6 +33,9 @@ from builders.launch.pointers import Pointers
 
 KNOWN_TRITON = ((3, 6), (3, 7), (3, 8), (3, 9))
 """Versions of Triton whose launcher this module knows."""
+INTEGERS = ("i32", "i64")
+"""Annotations of integers, with Triton's names: of such arguments only the value decides which
+kernel Triton compiles."""
 ALIGNMENT = 16
 """Bytes; Triton compiles aligned and other addresses apart."""
 TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -112,7 +116,10 @@ class CompiledLaunch:
         params = {param.name: param for param in kernel.params}
         for index, (name, value) in enumerate(varying.items()):
             members = [params[member] for member in groups.get(name, (name,))]
-            if any(one.is_constexpr or one.is_const or one.annotation_type for one in members):
+            if any(one.is_constexpr or one.is_const for one in members):
+                raise UnknownError
+            known = INTEGERS if type(value) is int else ()
+            if any(one.annotation_type and one.annotation_type not in known for one in members):
                 raise UnknownError
             param, place = members[0], places[members[0].name]
             is_waived = all(

@@ -8,8 +8,9 @@ in every list.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Final
 
 import torch
@@ -45,6 +46,14 @@ class JointRows:
     """Room for the joint lists."""
     launch: SparseLaunch
     """How the kernel that attends the groups is launched."""
+
+    @cached_property
+    def joins(self) -> dict[tuple[int, ...], Callable[[], None]]:
+        """Launches that join the step's lists, by addresses of lists and block table.
+
+        The step's first layer prepares them for the layers after it.
+        """
+        return {}
 
 
 def joint_tokens(shape: SparseShape, options: HopperOptions | None) -> int:

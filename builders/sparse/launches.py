@@ -93,6 +93,8 @@ class SparseLaunches:
         self._shape, self._is_invariant = shape, batch_invariant
         self._hopper = hopper
         self._row_sizes = shape.num_heads, shape.topk, shape.rank
+        self._known: dict[tuple[int, SparsePhase], tuple[SparseTile, SparseTile, int]] = {}
+        self._tiles: dict[SparseTile, SparseTile] = {}
         self._gpu = device_facts(buffers.device)
         few = min(most_rows, deciding_rows(self._gpu.num_multiprocessors))
         self._sizes = sizes = {*range(1, few + 1), most_rows}
@@ -115,7 +117,13 @@ class SparseLaunches:
 
     def of(self, num_rows: int, phase: SparsePhase) -> SparseLaunch:
         """How a phase is launched, which follows from its number of rows, padding included."""
-        return SparseLaunch(*self._sized(num_rows, phase), self._workspace)
+        sized = self._known.get((num_rows, phase))
+        if sized is None:
+            *tiles, launch_rows = self._sized(num_rows, phase)
+            # Equal tiles are one object, since variant keys compare objects faster than fields.
+            tile, twin = (self._tiles.setdefault(one, one) for one in tiles)
+            sized = self._known[num_rows, phase] = tile, twin, launch_rows
+        return SparseLaunch(*sized, self._workspace)
 
     def variants(self, phase: SparsePhase) -> tuple[SparseLaunch, ...]:
         """One launch for each pair of tiles that any number of a phase's rows leads to."""

@@ -6,7 +6,9 @@ host are bounds, never lengths. Each launch has a twin in torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -50,9 +52,10 @@ def fill_rows(
         rows: its tensors are written.
         max_num_seqs: most requests of any step, for which the kernel is compiled.
     """
-    if len(rows.reqs) == 0:
+    # A tensor's len takes longer than its shape.
+    if rows.reqs.shape[0] == 0:
         return
-    if len(seq_lens) == 0:
+    if seq_lens.shape[0] == 0:
         for part in (rows.reqs, rows.visible_lens, rows.topk_lens):
             part.zero_()
     elif query_start_loc.is_cuda:
@@ -70,23 +73,31 @@ def launch_rows(
     max_num_seqs: int,
 ) -> None:
     """Write requests and lengths of rows by one kernel; its twin is :func:`expand_rows`."""
-    from builders.launch.launcher import launcher_of
-    from builders.pages.device import sparse_rows_kernel
-
-    count = len(rows.reqs)
-    launch = launcher_of(sparse_rows_kernel, STEPS=max_num_seqs.bit_length(), TILE=_TILE)
-    launch(
+    count = rows.reqs.shape[0]
+    _rows_launcher(max_num_seqs.bit_length())(
         (cdiv(count, _TILE),),
         query_start_loc,
         seq_lens,
         rows.reqs,
         rows.visible_lens,
         rows.topk_lens,
-        len(seq_lens),
+        seq_lens.shape[0],
         first_token,
         count,
         topk,
     )
+
+
+@cache
+def _rows_launcher(steps: int) -> Callable[..., None]:
+    """The launcher of the kernel that searches a row's request in ``steps`` steps.
+
+    To find it by a number costs less than to find it by the kernel, whose hash reads its source.
+    """
+    from builders.launch.launcher import Launcher
+    from builders.pages.device import sparse_rows_kernel
+
+    return Launcher(sparse_rows_kernel, {"STEPS": steps, "TILE": _TILE})
 
 
 def expand_rows(

@@ -24,6 +24,7 @@ from builders.buffers import GraphBuffers
 from builders.checks.debug import debug_limits
 from builders.device import device_facts, runs_gluon
 from builders.latent.prefill import PAGE, ExpandedPrefill, LatentContext, with_block_table
+from builders.latent.rows import leading
 from builders.sparse.choice import (
     NAME,
     BatchStats,
@@ -49,6 +50,7 @@ from specs.kv_cache import AnyKVCacheSpec
 from specs.rows import INDEXER_PAGE, LatentFormat, RowFormat
 from specs.sparse_mla import ForwardMode, IndexKind, SparseKernel, SparsePhase
 
+_RowViews = tuple[RowLengths, torch.Tensor, torch.Tensor | None]
 WORKSPACE_BYTES = 256 << 20
 """Bytes of converted rows that are held at a time, unless one request needs more."""
 OWN_LAUNCHES = (SparseKernel.TRITON_SPARSE, SparseKernel.FLASHINFER_MLA)
@@ -97,6 +99,7 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
         self._width = max(plan.index_width for plan in self._plans)
         self.buffers = GraphBuffers(self.device)
         self._declare()
+        self._viewed: dict[SparsePhase, tuple[tuple[PhasePlan, int, int], _RowViews]] = {}
         self._calls = CallPlanner(
             *(self._plans, self._most_rows, self.device, self.setup.dtype.torch),
             config.softmax_scale,
@@ -274,8 +277,8 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
             decode=decode,
             prefill_rows=prefill_rows,
             prefill=prefill,
-            query_start_loc=batch.query_start_loc[: batch.num_reqs + 1],
-            seq_lens=batch.seq_lens[: batch.num_reqs],
+            query_start_loc=leading(batch.query_start_loc, batch.num_reqs + 1),
+            seq_lens=leading(batch.seq_lens, batch.num_reqs),
             ranks=1 if self.stripe is None else self.stripe.size,
             **self.pages,
         )
@@ -462,16 +465,8 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
         first_token = starts[0]
         # Padding tokens follow the last request's tokens.
         last_token = batch.num_actual_tokens if stop == batch.num_reqs else starts[-1]
-        count, width = last_token - first_token, plan.index_width
-        lengths = (
-            self.buffers[name][first_token:last_token]
-            for name in ("reqs", "visible_lens", "topk_lens")
-        )
-        begin = first_token * self._width
-        indices = self.buffers["indices"][begin : begin + count * width].view(count, width)
-        counts = None
-        if not plan.skips_minus_one:
-            counts = self.buffers["counts"][first_token:last_token]
+        count = last_token - first_token
+        lengths, indices, counts = self._views(plan, first_token, last_token)
         converted = row = None
         if plan.conversion is not None:
             row, room = self._row(plan), self._room(plan)
@@ -483,11 +478,11 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
             first_req=first,
             first_token=first_token,
             num_rows=count,
-            query_start_loc=batch.query_start_loc[first : stop + 1],
-            seq_lens=batch.seq_lens[first:stop],
-            block_table=batch.block_table_tensor[first:stop],
+            query_start_loc=_between(batch.query_start_loc, first, stop + 1),
+            seq_lens=_between(batch.seq_lens, first, stop),
+            block_table=_between(batch.block_table_tensor, first, stop),
             block_size=self.kv_cache_spec.block_size,
-            lengths=RowLengths(*lengths),
+            lengths=lengths,
             indices=indices,
             counts=counts,
             offsets=None,
@@ -507,6 +502,23 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
                 rows, [one - first_token for one in starts], bounds
             )
         return rows
+
+    def _views(self, plan: PhasePlan, first: int, stop: int) -> _RowViews:
+        """Lengths, lists and numbers of entries of rows ``first`` to ``stop``, in the buffers.
+
+        A phase's latest views are kept, for decodes often have as many rows as a step before.
+        """
+        place = plan, first, stop
+        kept = self._viewed.get(plan.phase)
+        if kept is None or kept[0] != place:
+            buffers, width = self.buffers, plan.index_width
+            lengths = (buffers[name][first:stop] for name in ("reqs", "visible_lens", "topk_lens"))
+            begin = first * self._width
+            indices = buffers["indices"][begin : begin + (stop - first) * width]
+            counts = None if plan.skips_minus_one else buffers["counts"][first:stop]
+            views = RowLengths(*lengths), indices.view(stop - first, width), counts
+            kept = self._viewed[plan.phase] = place, views
+        return kept[1]
 
     def _launch(self, plan: PhasePlan, count: int) -> SparseLaunch | None:
         if plan.kernel not in OWN_LAUNCHES or self._launches is None:
@@ -616,6 +628,11 @@ def forward_mode(batch: CommonAttentionMetadata, found: BatchSplit) -> ForwardMo
     if batch.num_actual_tokens == 0:
         return ForwardMode.IDLE
     return ForwardMode.TARGET_VERIFY if batch.max_query_len > 1 else ForwardMode.DECODE
+
+
+def _between(rows: torch.Tensor, first: int, stop: int) -> torch.Tensor:
+    """Rows ``first`` to ``stop``; the tensor itself where these are all."""
+    return rows[first:stop] if first else leading(rows, stop)
 
 
 def _pages(rows: int) -> int:

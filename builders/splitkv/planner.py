@@ -20,6 +20,7 @@ import torch
 from builders.buffers import GraphBuffers
 from builders.device import interprets
 from builders.launch.call import LaunchOptions, collected
+from builders.launch.pointers import Pointers
 from builders.splitkv.host_twin import SplitRules, plan_rows
 from builders.splitkv.record import (
     EVERY_KEY,
@@ -56,6 +57,17 @@ from builders.splitkv.tiles import (
 from specs.base import cdiv, power_of_two
 from specs.devices import DeviceKind, GpuFacts
 
+_FILLED = {
+    "rows_ptr": "rows",
+    "total_ptr": "total",
+    "starts_ptr": "starts",
+    "shares_ptr": "shares",
+    "prefill_starts_ptr": "tile_starts",
+    "hopper_starts_ptr": "hopper_starts",
+    "row_ends_ptr": "row_ends",
+    "names_ptr": "names",
+}
+"""The buffer that the plan kernel fills for each of these arguments, in the kernel's order."""
 PLAN_SIZES = (ONE_WARP, 4 * ONE_WARP, 16 * ONE_WARP)
 """Most requests of each compiled variant of the plan kernel. One more variant is for as many
 requests as the engine may have."""
@@ -295,21 +307,12 @@ class SplitPlanner:
         launch = self._launches.get(kind)
         if launch is None:
             launch = self._launches[kind] = self._launches_of(reqs, visible, is_causal)
-        b = self.buffers
-        launch(
-            (1,),
-            seq_lens,
-            query_start_loc,
-            b["rows"],
-            b["total"],
-            b["starts"],
-            b["shares"],
-            b["tile_starts"],
-            b["hopper_starts"],
-            b["row_ends"],
-            b["names"],
-            num_reqs,
-        )
+        launch((1,), seq_lens, query_start_loc, self._filled, num_reqs)
+
+    @cached_property
+    def _filled(self) -> Pointers:
+        """The buffers that the plan kernel fills, whose addresses are read once."""
+        return Pointers(*(self.buffers[name] for name in _FILLED.values()))
 
     def _launches_of(self, reqs: int, visible: VisibleKeys, is_causal: bool) -> Callable[..., None]:
         """A launcher of the plan kernel; its launches differ in tensors and number of requests.
@@ -371,7 +374,11 @@ class SplitPlanner:
             "WAITS": self.starts_ahead,
         }
         return Launcher(
-            plan_kernel, fixed, options=LaunchOptions(num_warps=warps, waits=self.starts_ahead)
+            plan_kernel,
+            fixed,
+            ("seq_lens_ptr", "query_start_ptr", "filled", "num_reqs"),
+            groups={"filled": tuple(_FILLED)},
+            options=LaunchOptions(num_warps=warps, waits=self.starts_ahead),
         )
 
     def _fill_on_host(

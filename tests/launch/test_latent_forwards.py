@@ -7,8 +7,10 @@ on the number of tokens, and the rotary part is a slice of a wider tensor.
 from __future__ import annotations
 
 import itertools
+import random
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,8 +21,10 @@ from triton.runtime.jit import JITFunction
 import attn.kernels.latent.hopper_wide.launch
 import attn.kernels.latent.launcher
 import attn.kernels.sparse.hopper_launch
+import attn.kernels.sparse.joint_lists
 import attn.kernels.sparse.launcher
 import attn.kernels.sparse.topk_transform
+import attn.ops.joint_lists
 import attn.ops.sparse_mla
 import attn.ops.topk_transform
 import builders.latent.triton_mla
@@ -40,11 +44,15 @@ from tests.tools.gpus import hopper
 
 __all__ = ["gpu"]
 RANK, ROPE, NOPE, BLOCK, BLOCKS, TOPK = 512, 64, 128, 64, 64, 2048
+MOST_TOKENS = 1024
+KERNEL = 4
+"""Place of the compiled kernel among the C function's arguments, behind the grid and the stream."""
 MODULES: tuple[Any, ...] = (
     attn.kernels.latent.launcher,
     attn.kernels.latent.hopper_wide.launch,
     attn.kernels.sparse.launcher,
     attn.kernels.sparse.hopper_launch,
+    attn.kernels.sparse.joint_lists,
     attn.kernels.sparse.topk_transform,
 )
 KINDS: dict[str, tuple[bool, int, CacheDType, str, int]] = {
@@ -84,10 +92,11 @@ class Bench:
         monkeypatch.setattr(
             attn.kernels.sparse.hopper_launch, "_multiprocessors", lambda tensors: 132
         )
-        for module in (attn.ops.sparse_mla, attn.ops.topk_transform):
+        for module in (attn.ops.sparse_mla, attn.ops.topk_transform, attn.ops.joint_lists):
             monkeypatch.setattr(module, "has_kernel", lambda rows: True)
         attn.ops.sparse_mla.sparse_launcher.cache_clear()
         attn.kernels.sparse.topk_transform._launcher.cache_clear()
+        attn.kernels.sparse.joint_lists._launcher.cache_clear()
         self.spec = MLAAttentionSpec(
             block_size=BLOCK,
             dtype=DType.BFLOAT16,
@@ -98,7 +107,7 @@ class Bench:
         self.config = EngineConfig(
             max_model_len=BLOCK * BLOCKS,
             max_num_seqs=256,
-            max_num_batched_tokens=512,
+            max_num_batched_tokens=MOST_TOKENS,
             num_heads=self.heads,
             index_topk=TOPK if self.is_sparse else None,
             kernels=Kernels.own("auto", cast(Any, kernel)),
@@ -106,7 +115,7 @@ class Bench:
         builder = SparseMLAMetadataBuilder if self.is_sparse else TritonMLAMetadataBuilder
         self.builder: Any = builder(self.spec, ["layer.0"], self.config, "cpu")
         self.indexer = SimpleNamespace(
-            topk_indices_buffer=torch.zeros(512, TOPK, dtype=torch.int32)
+            topk_indices_buffer=torch.zeros(MOST_TOKENS, TOPK, dtype=torch.int32)
         )
         self.cache = self.spec.layout().allocate(BLOCKS)
         self.layer = LayerScales.of()
@@ -140,6 +149,12 @@ class Bench:
         table = torch.arange(BLOCKS, dtype=torch.int32).repeat(tokens, 1)
         lens = [BLOCK * BLOCKS] * tokens
         batch = CommonAttentionMetadata.from_lengths([1] * tokens, lens, table, BLOCK)
+        return self.builder.build(0, batch)
+
+    def prompt(self, tokens: int) -> Any:
+        """A step of one prompt, whose last token sees every key of the cache."""
+        table = torch.arange(BLOCKS, dtype=torch.int32)[None]
+        batch = CommonAttentionMetadata.from_lengths([tokens], [BLOCK * BLOCKS], table, BLOCK)
         return self.builder.build(0, batch)
 
     def query(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -244,7 +259,7 @@ def test_no_tensor_of_a_forward_is_kept_alive(
     bench.driver.launches = []
     del query, step, bench.cache
     assert [one() for one in kept] == [None] * 4
-    for viewed in (bench.impl._viewed, getattr(bench.impl, "_fields_kept", None)):
+    for viewed in (bench.impl._viewed, getattr(bench.impl, "_cache_kept", None)):
         assert viewed is None or viewed.views is viewed.made is None
 
 
@@ -264,3 +279,70 @@ def test_layers_of_a_step_share_the_launch_that_makes_lists_ready(
     moved = bench.builder.update_block_table(step, table, step.slot_mapping)
     assert table.data_ptr() in bench.forward(bench.impl, query, moved)[0]
     assert first[5:] != bench.forward(bench.impl, query, moved)[0][5:]
+
+
+@pytest.mark.parametrize("kind", ["sparse narrow", "sparse bf16"])
+def test_layers_of_a_prompt_share_the_launch_that_joins_lists(
+    gpu: Driver, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(gpu, kind, monkeypatch)
+    if kind == "sparse narrow":
+        # Rows that are converted are joined where keys are few beside a list.
+        bench.builder._joint._reach = BLOCK * BLOCKS
+    step, query = bench.prompt(600), bench.query(600)
+    assert step.prefill_rows.joint is not None
+    for number in range(3):
+        launches = bench.forward(bench.impl, query, step)
+        assert len(launches) == 2
+        assert bench.are_past_triton == (number > 0)
+    assert bench.forward(bench.new_impl(), query, step)[0] == launches[0]
+    # Another buffer of lists, and another step, have launches of their own.
+    bench.indexer.topk_indices_buffer = bench.indexer.topk_indices_buffer.clone()
+    buffer = bench.indexer.topk_indices_buffer
+    assert buffer.data_ptr() in bench.forward(bench.impl, query, step)[0]
+    other, query = bench.prompt(700), bench.query(700)
+    launches = bench.forward(bench.impl, query, other)
+    assert bench.are_past_triton
+    assert other.prefill_rows.block_table.data_ptr() in launches[0]
+    assert 700 in launches[0]
+
+
+def changed(bench: Bench) -> list[tuple[Any, Any]]:
+    """Queries and steps that differ in what launches depend on."""
+    step, query = bench.step(140), bench.query(140)
+    whole = torch.cat(query, -1)
+    count = 140 * bench.heads * RANK
+    odd = torch.zeros(count + 1, dtype=torch.bfloat16)[1:].view(140, bench.heads, RANK)
+    wide = torch.zeros(140, 2 * bench.heads, RANK, dtype=torch.bfloat16)[:, : bench.heads]
+    given = [(query, step), (whole, step), ((wide, query[1]), step), ((odd, query[1]), step)]
+    if not bench.is_sparse:
+        table = step.decode.block_table
+        gaps = torch.zeros(140, 2 * BLOCKS, dtype=torch.int32)[:, :BLOCKS]
+        for other in (table.long(), table.clone(), gaps):
+            given.append((query, replace(step, decode=replace(step.decode, block_table=other))))
+    return given
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_launches_are_those_of_a_layer_that_never_ran(
+    gpu: Driver, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, dice = Bench(gpu, kind, monkeypatch), random.Random(kind)
+    expected = []
+    for query, step in changed(bench):
+        attn.ops.sparse_mla.sparse_launcher.cache_clear()
+        expected.append((query, step, bench.forward(bench.new_impl(), query, step)))
+    attn.ops.sparse_mla.sparse_launcher.cache_clear()
+    bench.impl = bench.new_impl()
+    for _ in range(60):
+        query, step, fresh = dice.choice(expected)
+        launches = bench.forward(bench.impl, query, step)
+        # Outputs, and copies of queries that are not aligned, are made anew in every forward.
+        parts = query if isinstance(query, tuple) else (query,)
+        given = {one.data_ptr() for one in (*parts, step.decode.block_table, bench.cache)}
+        made = {one for words in (*launches, *fresh) for one in words if _is_address(one)} - given
+        assert [_without(words, made) for words in launches] == [
+            _without(words, made) for words in fresh
+        ]
+        # Triton compiled the kernel for these types.
+        assert [words[KERNEL] for words in launches] == [words[KERNEL] for words in fresh]

@@ -72,12 +72,13 @@ def source(
     scale,
     count,
     size,
+    row: tl.int64,
     TILE: tl.constexpr,
 ):
     """A stand-in for a kernel; it is never compiled."""
 
 
-VARYING = ("desc", "plan", "query_ptr", "table_ptr", "sinks_ptr", "count", "size")
+VARYING = ("desc", "plan", "query_ptr", "table_ptr", "sinks_ptr", "count", "size", "row")
 
 
 class Driver:
@@ -233,6 +234,7 @@ def arguments(**changes: Any) -> dict[str, Any]:
         "sinks_ptr": None,
         "count": 20,
         "size": 48,
+        "row": 64,
     }
     return {**given, **changes}
 
@@ -270,6 +272,7 @@ def test_random_launches_have_tritons_kernel_and_arguments(
         "sinks_ptr": lambda: [None, None, tensor(torch.float32)],
         "count": lambda: [0, 1, 2, 16, 17, -5, 2**31 - 1, 2**31, 2**40, 2**63],
         "size": lambda: [1, 16, 48, 3, 2**31],
+        "row": lambda: [0, 1, 2, 16, 64, 2**31, 2**40],
     }
     if is_typed:
         pools["query_ptr"] = lambda: [tensor(offset=offset) for offset in (0, 8, 1, 3)]
@@ -322,6 +325,8 @@ def test_values_come_in_the_launchers_order(gpu: Driver) -> None:
         {"size": 1},
         {"size": 17},
         {"size": 2**31},
+        {"row": 1},
+        {"row": 17},
         {"desc": descriptor(torch.zeros(32, 64, dtype=torch.float16), (8, 64))},
         {"plan": Pointers(*(tensor(torch.int32, 1) for _ in PLAN_POINTERS))},
     ],

@@ -18,12 +18,13 @@ from builders.device import device_facts
 from builders.latent.prefill import PAGE, LatentContext, LatentPrefill, check_head_pair
 from builders.pages.paging import check_slots
 from specs.cache_write import CacheTarget, Rotation
-from specs.dtypes import CacheDType, DType
+from specs.dtypes import CacheDType, DType, KVQuantMode
 from specs.layouts import KVViews, latent_views
 from specs.rows import RowFormat, latent_format_of
 
 if TYPE_CHECKING:
     from attn.kernels.dense.launcher import DenseLauncher
+    from attn.kernels.latent.expand import ExpandLauncher
     from builders.base import AttentionMetadata
     from builders.dense.record import TritonAttentionMetadata
     from builders.latent.prefill import PagedRows
@@ -51,8 +52,11 @@ class LatentImpl(MLAAttentionImpl):
             check_head_pair(self.qk_head_dim, self.v_head_dim)
         # Reading the environment takes as long as handling a call's tensors, so it is read once.
         self._debugs = debug_enabled()
+        self._is_scaled = self.cache_dtype.quant_mode is KVQuantMode.FP8_PER_TENSOR
+        """Whether the layer has a scale for its cache, which each call checks."""
         self._rows: dict[tuple[CacheDType, torch.dtype], RowFormat] = {}
         self._viewed: ViewedCache[tuple[torch.Tensor, torch.Tensor]] | None = None
+        self._expander: ExpandLauncher | None = None
         self._expanded: DenseLauncher | None = None
         self.all_gather: Callable[[torch.Tensor], torch.Tensor] | None = None
         """Under DCP, puts the tensors of all ranks one behind another in their first dimension, in
@@ -267,16 +271,25 @@ class LatentImpl(MLAAttentionImpl):
         """Expand the rows of a piece of context, which ``paged`` finds in ``kv_cache``."""
         fields = self._fields(kv_cache, self.cache_dtype, into.key.dtype)
         scale = k_scale if self.cache_dtype.is_quantized else None
-        self._expand(*fields, into, paged=paged, scale=scale)
+        self._expand(*fields, into, paged, scale)
 
-    def _expand(self, latent: torch.Tensor, rope: torch.Tensor, into: KVViews, **rows: Any) -> None:
+    def _expand(
+        self,
+        latent: torch.Tensor,
+        rope: torch.Tensor,
+        into: KVViews,
+        paged: PagedRows | None = None,
+        scale: torch.Tensor | None = None,
+    ) -> None:
         """Expand latent rows into keys ``[S, H, P + r]`` and values ``[S, H, V]``."""
-        from attn.kernels.latent.expand import expand_call
-        from builders.launch.launcher import launch
+        if self._expander is None:
+            from attn.kernels.latent.expand import ExpandLauncher
 
-        flat = KVViews(into.key.flatten(0, -3), into.value.flatten(0, -3))
-        gpu = device_facts(latent.device)
-        launch(expand_call(latent, rope, self.W_UK, self.W_UV, flat, gpu=gpu, **rows))
+            self._expander = ExpandLauncher(device_facts(latent.device))
+        if into.key.dim() > 3:
+            into = KVViews(into.key.flatten(0, -3), into.value.flatten(0, -3))
+        weights = self.W_UK, self.W_UV
+        self._expander.launch((latent, rope), weights, into, paged, scale)
 
     def _workspace(self, like: torch.Tensor, *rows: int) -> KVViews:
         """Allocate room for expanded keys ``[*rows, H, P + r]`` and values ``[*rows, H, V]``."""
@@ -300,6 +313,7 @@ class LatentImpl(MLAAttentionImpl):
         if cache_dtype is self.cache_dtype:
             latent, rope = latent.detach(), rope.detach()
             self._viewed = ViewedCache(kv_cache, model_dtype, (latent, rope))
+            self._viewed.pages = latent.shape[1], latent.dtype
         return latent, rope
 
     def _row(self, cache_dtype: CacheDType, model_dtype: torch.dtype) -> RowFormat:

@@ -87,22 +87,22 @@ class TritonMLAImpl(LatentImpl):
         if tokens < attn_metadata.num_covered_tokens:
             check_count("q", query, attn_metadata.num_covered_tokens)
         k_scale = k_scale_of(layer)
-        check_scale(k_scale, self.cache_dtype)
+        if self._is_scaled:
+            check_scale(k_scale, self.cache_dtype)
         if self._debugs:
             debug_slots(attn_metadata.slot_mapping, attn_metadata.num_actual_tokens)
             num_blocks, block_size = kv_c_and_k_pe_cache.shape[:2]
             debug_read(step.block_table, step.seq_lens.cpu(), num_blocks, block_size)
-        # Imported late: a process that only chooses a backend imports no kernel.
-        from attn.kernels.latent.tensors import LatentTensors
-
         latent, rope = self._fields(kv_c_and_k_pe_cache, self.cache_dtype, dtype)
-        attn_metadata.check_cache(latent.shape[1], latent.dtype)
         viewed = self._viewed
         assert viewed is not None
+        assert viewed.pages is not None
+        attn_metadata.check_cache(*viewed.pages)
+        launcher = self._decoder(heads)
         # Positional arguments cost less than keywords.
         rows = (query, rotary, latent, rope, out, lse, k_scale)
-        tensors = LatentTensors(*rows, attn_metadata.num_covered_tokens, viewed.made)
-        self._decoder(heads).attend(step, tensors)
+        tensors = launcher.tensors(*rows, attn_metadata.num_covered_tokens, viewed.made)
+        launcher.attend(step, tensors)
         viewed.made = tensors.rows
         return out, lse
 
@@ -123,7 +123,8 @@ class TritonMLAImpl(LatentImpl):
             return
         self._check_step(attn_metadata)
         self._check_cache(attn_metadata, kv_c_and_k_pe_cache, q.dtype)
-        debug_slots(attn_metadata.slot_mapping, attn_metadata.num_actual_tokens)
+        if self._debugs:
+            debug_slots(attn_metadata.slot_mapping, attn_metadata.num_actual_tokens)
         cache = kv_c_and_k_pe_cache
         self.attend_prefill(q, kv_c_normed, k_pe, cache, prefill, k_scale, output, output_scale)
 

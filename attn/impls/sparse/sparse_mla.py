@@ -21,7 +21,7 @@ from attn.impls.sparse.vendor_calls import (
 )
 from attn.impls.viewed import ViewedCache
 from attn.impls.warm import run_compiled
-from attn.ops.joint_lists import can_join, join_lists
+from attn.ops.joint_lists import can_join, join_launch
 from attn.ops.latent_convert import convert_rows, rope_and_write_latent_rows, write_latent_rows
 from attn.ops.sparse_mla import attend_listed, sparse_launcher
 from attn.ops.topk_transform import topk_launch, transform_topk
@@ -30,6 +30,7 @@ from builders.checks.tensors import check_count, check_latent_rows, k_scale_of, 
 from builders.latent.prefill import LatentPrefill, PagedRows, check_head_pair
 from builders.sparse.arguments import TopkLists
 from builders.sparse.joint import JointRows
+from builders.sparse.launches import SparseLaunch
 from builders.sparse.record import RowChunk, ShortPrefill, SparseMLAMetadata, SparseRows
 from specs.cache_write import Rotation
 from specs.dtypes import CacheDType
@@ -76,7 +77,8 @@ class SparseMLAImpl(LatentImpl):
         if getattr(self.indexer, "topk_indices_buffer", None) is None:
             raise ValueError("indexer must have a topk_indices_buffer [max_tokens, K], got none")
         self._own: SparseLauncher | None = None
-        self._fields_kept: ViewedCache[dict[str, torch.Tensor | None]] | None = None
+        self._cache_kept: ViewedCache[torch.Tensor] | None = None
+        """The latest cache, and what launches made of it; a layer has only one."""
 
     def do_kv_cache_update(
         self,
@@ -145,10 +147,16 @@ class SparseMLAImpl(LatentImpl):
         """
         heads = self.num_heads * attn_metadata.ranks
         query, rotary = latent_query(self, q, heads)
-        tokens = query.shape[0]
-        check_scale(k_scale_of(layer), self.cache_dtype)
-        check_count("q", query, attn_metadata.num_decode_tokens)
-        self._check_cache(attn_metadata, kv_c_and_k_pe_cache, query.dtype)
+        tokens, dtype, k_scale = query.shape[0], query.dtype, k_scale_of(layer)
+        if self._is_scaled:
+            check_scale(k_scale, self.cache_dtype)
+        if tokens < attn_metadata.num_decode_tokens:
+            check_count("q", query, attn_metadata.num_decode_tokens)
+        kept = self._cache_kept
+        if kept is None or kept.of(kv_c_and_k_pe_cache, dtype) is None:
+            kept = self._keep(kv_c_and_k_pe_cache, dtype)
+        assert kept.pages is not None
+        attn_metadata.check_cache(*kept.pages)
         if self._debugs:
             debug_slots(attn_metadata.slot_mapping, attn_metadata.num_actual_tokens)
         out = query.new_empty((tokens, heads, self.kv_lora_rank))
@@ -286,9 +294,6 @@ class SparseMLAImpl(LatentImpl):
         ``tensors`` are query, rotary part, output and LSE of all rows of the step.
         """
         kernel = rows.plan.kernel
-        attend = ATTENDERS.get(kernel)
-        if attend is None:
-            raise NotImplementedError(f"{kernel.value} is not called by SPARSE_MLA yet")
         if self.indexer.topk_indices_buffer.shape[1] != rows.plan.topk:
             raise ValueError(
                 f"topk_indices_buffer must have index_topk ({rows.plan.topk}) columns, got "
@@ -304,6 +309,9 @@ class SparseMLAImpl(LatentImpl):
                 transform()
                 self._attend_own(rows, kv_cache, tensors, layer._k_scale)
                 return
+        attend = ATTENDERS.get(kernel)
+        if attend is None:
+            raise NotImplementedError(f"{kernel.value} is not called by SPARSE_MLA yet")
         k_scale, stored = layer._k_scale, self._row(self.cache_dtype, tensors[0].dtype)
         run = partial(self._call, rows, tensors, layer, attend)
         if rows.converted is None or rows.converted_row is None:
@@ -321,25 +329,12 @@ class SparseMLAImpl(LatentImpl):
         tensors: tuple[torch.Tensor, ...],
         k_scale: torch.Tensor,
     ) -> None:
-        """Compute rows whose lists are ready by the library's own kernel, over the cache as it is.
-
-        This runs in every layer of every step, so nothing is sliced that has the right size, and
-        what the step's layers share is prepared once.
-        """
-        # Imported late: a process that only chooses a backend imports no kernel.
-        from attn.kernels.sparse.layer import SparseTensors
-
-        count, launch = rows.num_rows, rows.launch
+        """Compute rows with ready lists by the library's own kernel, over the cache as it is."""
+        launch = rows.launch
         assert launch is not None
-        query, rotary, out, lse = tensors
-        if query.shape[0] != count:
-            tokens = slice(rows.first_token, rows.first_token + count)
-            query, rotary, out, lse = (tensor[tokens] for tensor in tensors)
+        query, rotary, out, lse = _of_phase(rows, tensors)
         given = query, rotary, kv_cache, rows.indices, rows.counts, out, lse, k_scale
-        listed = SparseTensors(*given)
-        if launch.tile.hopper is None:
-            listed.fields = self._pointers(kv_cache, query.dtype)
-        attend_listed(self._launcher(query, rotary), launch, listed)
+        self._attend_listed(launch, given)
 
     def _attend_jointly(
         self,
@@ -354,19 +349,26 @@ class SparseMLAImpl(LatentImpl):
         Returns:
             False where the tensors do not allow it; nothing is computed then.
         """
-        from attn.kernels.sparse.layer import SparseTensors
-
-        tokens = slice(rows.first_token, rows.first_token + rows.num_rows)
-        query, rotary, out, lse = (tensor[tokens] for tensor in tensors)
+        query, rotary, out, lse = _of_phase(rows, tensors)
         if not can_join(joint.lists, query, rotary, kv_cache):
             return False
-        ids, lengths = self.indexer.topk_indices_buffer[tokens], rows.lengths
-        lists = TopkLists(ids, lengths.visible_lens, lengths.reqs)
-        join_lists(lists, rows.block_table, rows.block_size, joint.lists)
+        join = self._join(rows, joint)
+        if join is None:
+            return False
+        join()
         entries, counts = joint.lists.entries, joint.lists.counts
         given = query, rotary, kv_cache, entries, counts, out, lse, k_scale
-        attend_listed(self._launcher(query, rotary), joint.launch, SparseTensors(*given))
+        self._attend_listed(joint.launch, given)
         return True
+
+    def _attend_listed(self, launch: SparseLaunch, given: tuple[Any, ...]) -> None:
+        """Launch the library's own kernel, given the first fields of ``SparseTensors``."""
+        launcher, kept = self._launcher(*given[:2]), self._cache_kept
+        assert kept is not None
+        listed = launcher.tensors(*given)
+        listed.rows = kept.made
+        attend_listed(launcher, launch, listed)
+        kept.made = listed.rows
 
     def _launcher(self, query: torch.Tensor, rotary: torch.Tensor) -> SparseLauncher:
         """The launcher of the library's own kernel, which the layer keeps."""
@@ -376,20 +378,32 @@ class SparseMLAImpl(LatentImpl):
             self._own = sparse_launcher(*sizes, query.device)
         return self._own
 
-    def _pointers(
-        self, kv_cache: torch.Tensor, model_dtype: torch.dtype
-    ) -> dict[str, torch.Tensor | None]:
-        """The fields of the cache's rows, kept while the cache lives; a layer has only one."""
-        from attn.kernels.sparse.layer import field_pointers
+    def _keep(self, kv_cache: torch.Tensor, model_dtype: torch.dtype) -> ViewedCache[torch.Tensor]:
+        """Keep a cache, with its block size and the type of its elements."""
+        kept = ViewedCache(kv_cache, model_dtype, kv_cache.detach())
+        # The first field of a row, the latent, has the type of the row's stored elements.
+        stored = self._row(self.cache_dtype, model_dtype).fields[0].dtype
+        kept.pages = kv_cache.shape[1], stored.torch
+        self._cache_kept = kept
+        return kept
 
-        kept = self._fields_kept
-        known = None if kept is None else kept.of(kv_cache, model_dtype)
-        if known is not None:
-            return known
-        found = field_pointers(kv_cache, self._row(self.cache_dtype, model_dtype))
-        found = {name: None if one is None else one.detach() for name, one in found.items()}
-        self._fields_kept = ViewedCache(kv_cache, model_dtype, found)
-        return found
+    def _join(self, rows: SparseRows, joint: JointRows) -> Callable[[], None] | None:
+        """Launches the kernel that joins lists; None without a kernel.
+
+        All layers of a step have the same launch, unless their lists are in different buffers.
+        """
+        buffer, lengths = self.indexer.topk_indices_buffer, rows.lengths
+        place = buffer.data_ptr(), rows.block_table.data_ptr()
+        found = joint.joins.get(place)
+        if found is not None and not self._debugs:
+            return found
+        ids = buffer[rows.first_token : rows.first_token + rows.num_rows]
+        lists = TopkLists(ids, lengths.visible_lens, lengths.reqs)
+        made = join_launch(lists, rows.block_table, rows.block_size, joint.lists)
+        if made is None:
+            return None
+        joint.joins[place] = made.launch
+        return made.launch
 
     def _transform(self, rows: SparseRows) -> Callable[[], None] | None:
         """Launches the kernel that turns the indexer's lists into entries; None without a kernel.
@@ -469,3 +483,14 @@ class SparseMLAImpl(LatentImpl):
         given = (query, rotary, source, row, indices, lens, self.scale, layer._k_scale, out, lse)
         q_scale = getattr(layer, "_q_scale", None)
         attend(SparseCall(*given, planned=rows.planned, q_scale=q_scale, launch=rows.launch))
+
+
+def _of_phase(rows: SparseRows, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """The rows of one phase in tensors of all rows of the step.
+
+    Nothing is sliced that has the right size, since this runs in every layer of every step.
+    """
+    if tensors[0].shape[0] == rows.num_rows:
+        return tensors
+    tokens = slice(rows.first_token, rows.first_token + rows.num_rows)
+    return tuple(tensor[tokens] for tensor in tensors)

@@ -6,7 +6,8 @@ log-sum-exps.
 
 from __future__ import annotations
 
-from typing import Final
+from functools import lru_cache
+from typing import Any, Final
 
 import torch
 import triton
@@ -14,7 +15,8 @@ import triton.language as tl
 
 from attn.kernels.lang.memory import alignment
 from attn.kernels.lang.numerics import divide, encode_e4m3, round_to, to_float32
-from builders.launch.call import KernelCall
+from builders.launch.call import KernelCall, LaunchOptions
+from builders.launch.launcher import Launch, Launcher
 
 NUM_WARPS: Final = 4
 TILE: Final = 1024
@@ -97,7 +99,7 @@ def merge_kernel(
         tl.store(lse_ptr + token * lse_token + head * lse_head, merged, mask=inside)
 
 
-def merge_call(
+def merge_launch(
     outs: torch.Tensor,
     lses: torch.Tensor,
     output: torch.Tensor,
@@ -106,8 +108,10 @@ def merge_call(
     output_scale: torch.Tensor | None,
     num_tokens: int,
     hardware_e4m3: bool,
-) -> KernelCall:
+) -> Launch:
     """The launch that merges the states of ``num_tokens`` tokens.
+
+    The launcher of its variant prepares it, and is kept.
 
     Args:
         outs: ``[N, T, H, Dv]``, last dimension contiguous, and so is that of ``output``.
@@ -119,36 +123,63 @@ def merge_call(
         hardware_e4m3: whether the GPU has instructions for e4m3.
     """
     states, _, heads, size = outs.shape
-    width = triton.next_power_of_2(size)
-    tile_rows = max(1, TILE // width)
+    tensors = outs, lses, output, output_lse, output_scale
+    types = tuple(None if one is None else (one.dtype, one.is_cuda) for one in tensors)
+    launcher = _launcher(
+        (states, heads, size), types, alignment(outs), alignment(output), hardware_e4m3
+    )
     num_rows = num_tokens * heads
-    strides = {
-        "outs": (("state", "token", "head"), outs.stride()),
-        "lses": (("state", "token", "head"), lses.stride()),
-        "out": (("token", "head"), output.stride()),
-        "lse": (("token", "head"), (0, 0) if output_lse is None else output_lse.stride()),
-    }
-    arguments = {
+    outs_state, outs_token, outs_head, _ = outs.stride()
+    lses_state, lses_token, lses_head = lses.stride()
+    out_token, out_head, _ = output.stride()
+    lse_token, lse_head = (0, 0) if output_lse is None else output_lse.stride()
+    varying = {
         "outs_ptr": outs,
         "lses_ptr": lses,
         "out_ptr": output if output_scale is None else output.view(torch.uint8),
         "lse_ptr": output_lse,
         "output_scale_ptr": output_scale,
+        "outs_state": outs_state,
+        "outs_token": outs_token,
+        "outs_head": outs_head,
+        "lses_state": lses_state,
+        "lses_token": lses_token,
+        "lses_head": lses_head,
+        "out_token": out_token,
+        "out_head": out_head,
+        "lse_token": lse_token,
+        "lse_head": lse_head,
         "num_rows": num_rows,
+    }
+    return launcher.bind((-(-num_rows // launcher.arguments["ROWS"]),), varying)
+
+
+def merge_call(
+    outs: torch.Tensor, lses: torch.Tensor, output: torch.Tensor, **given: Any
+) -> KernelCall:
+    """The launch of :func:`merge_launch` as data; the arguments are the same."""
+    return merge_launch(outs, lses, output, **given).call
+
+
+@lru_cache(maxsize=256)
+def _launcher(
+    sizes: tuple[int, int, int],
+    types: tuple[tuple[torch.dtype, bool] | None, ...],
+    outs_align: int,
+    out_align: int,
+    hardware_e4m3: bool,
+) -> Launcher:
+    """The launcher for N, H and Dv, and for tensors of these types and alignments."""
+    states, heads, size = sizes
+    width = triton.next_power_of_2(size)
+    fixed = {
         "STATES": states,
         "HEADS": heads,
         "SIZE": size,
         "WIDTH": width,
-        "ROWS": tile_rows,
-        "OUTS_ALIGN": alignment(outs),
-        "OUT_ALIGN": alignment(output),
+        "ROWS": max(1, TILE // width),
+        "OUTS_ALIGN": outs_align,
+        "OUT_ALIGN": out_align,
         "HARDWARE_E4M3": hardware_e4m3,
-        **{
-            f"{name}_{axis}": stride
-            for name, (axes, all_strides) in strides.items()
-            for axis, stride in zip(axes, all_strides, strict=False)
-        },
     }
-    return KernelCall(
-        merge_kernel, (triton.cdiv(num_rows, tile_rows),), arguments, num_warps=NUM_WARPS
-    )
+    return Launcher(merge_kernel, fixed, options=LaunchOptions(num_warps=NUM_WARPS), is_typed=True)

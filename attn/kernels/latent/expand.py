@@ -7,6 +7,8 @@ product would choose its order by the size of the batch.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -15,7 +17,9 @@ from triton.language.target_info import cuda_capability_geq
 from attn.kernels.dense.tile import dot
 from attn.kernels.lang.numerics import INTERPRETED, decode_e4m3, round_to, to_float32
 from builders.latent.prefill import PagedRows
-from builders.launch.call import KernelCall
+from builders.launch.call import KernelCall, LaunchOptions, collected_calls
+from builders.launch.launcher import Launcher
+from builders.launch.variants import Variants
 from specs.base import power_of_two
 from specs.devices import DeviceKind, GpuFacts
 from specs.layouts import KVViews
@@ -180,6 +184,128 @@ def expand_kernel(
         tl.store(key + NOPE + q[None, :], rope, mask=mask)
 
 
+class ExpandLauncher:
+    """The launches that expand the latent rows of one layer.
+
+    A launcher for each compiled variant is made once and kept.
+    """
+
+    def __init__(self, gpu: GpuFacts) -> None:
+        """
+        Args:
+            gpu: the GPU that runs the kernel.
+        """
+        self._gpu = gpu
+        self._variants: Variants[Launcher] = Variants()
+
+    def launch(
+        self,
+        rows: tuple[torch.Tensor, torch.Tensor],
+        weights: tuple[torch.Tensor, torch.Tensor],
+        into: KVViews,
+        paged: PagedRows | None = None,
+        scale: torch.Tensor | None = None,
+    ) -> None:
+        """Enqueue the launch that expands latent rows.
+
+        Args:
+            rows: latent parts ``[S, L]``, or ``[N, P, L]`` of a cache, and rotary parts ``[S, r]``
+                or ``[N, P, r]``, each in any strides that leave rows dense.
+            weights: up-projections ``[L, H, P]`` and ``[L, H, V]`` in the model's type.
+            into: keys ``[S, H, P + r]`` and values ``[S, H, V]``, dense, to write.
+            paged: the rows of the cache to expand; None for rows that follow one another.
+            scale: fp32 scalar that multiplies an e4m3 cache; None: rows are in the model's type.
+
+        Raises:
+            ValueError: rows are not as wide as weights and keys say.
+        """
+        (latent, rope), (w_uk, w_uv), keys, values = rows, weights, into.key, into.value
+        variant = (
+            *(_kind(one) for one in (latent, rope, w_uk, w_uv, keys, values)),
+            w_uk.shape[0],
+            None if scale is None else (scale.dtype, scale.is_cuda),
+            None if paged is None else paged.types,
+        )
+        launcher = self._variants.of(variant, self._new_launcher, rows, weights, into, paged, scale)
+        count = keys.shape[0]
+        cached: tuple[Any, ...] = ()
+        if paged is not None:
+            table = paged.block_table
+            cached = table, paged.starts, paged.lens, table.stride()[0], paged.span
+            if paged.packed is not None:
+                cached += (paged.packed,)
+        launcher(
+            (w_uk.shape[1], -(-count // launcher.arguments["ROWS"])),
+            _bytes_of(latent),
+            _bytes_of(rope),
+            w_uk,
+            w_uv,
+            keys,
+            values,
+            count,
+            *cached,
+            *(() if scale is None else (scale,)),
+        )
+
+    def _new_launcher(
+        self,
+        rows: tuple[torch.Tensor, torch.Tensor],
+        weights: tuple[torch.Tensor, torch.Tensor],
+        into: KVViews,
+        paged: PagedRows | None,
+        scale: torch.Tensor | None,
+    ) -> Launcher:
+        """The launcher of a new variant; the arguments are those of :meth:`launch`."""
+        (latent, rope), (w_uk, w_uv), keys, values = rows, weights, into.key, into.value
+        gpu, (rank, heads, nope) = self._gpu, w_uk.shape
+        widths, wanted = (latent.shape[-1], rope.shape[-1]), (rank, keys.shape[2] - nope)
+        if widths != wanted:
+            raise ValueError(
+                f"latent rows must have {wanted[0]} + {wanted[1]} columns, got {widths[0]} + "
+                f"{widths[1]}"
+            )
+        dtype, ieee = w_uk.dtype, w_uk.dtype == torch.float32
+        nope_width, v_width = max(power_of_two(nope), 16), max(power_of_two(values.shape[2]), 16)
+        tile, step = (32, 32) if ieee else (_rows(nope_width + v_width, gpu), 64)
+        fixed = {
+            "latent_block": 0 if paged is None else latent.stride(0),
+            "latent_token": latent.stride(-2),
+            "rope_block": 0 if paged is None else rope.stride(0),
+            "rope_token": rope.stride(-2),
+            **{f"uk_{axis}": n for axis, n in zip(_AXES, w_uk.stride(), strict=True)},
+            **{f"uv_{axis}": n for axis, n in zip(_AXES, w_uv.stride(), strict=True)},
+            "HEADS": heads,
+            "RANK": rank,
+            "NOPE": nope,
+            "ROPE": keys.shape[2] - nope,
+            "SIZE_V": values.shape[2],
+            "NOPE_WIDTH": nope_width,
+            "ROPE_WIDTH": power_of_two(keys.shape[2] - nope),
+            "V_WIDTH": v_width,
+            "ROWS": tile,
+            "STEP": step,
+            "BLOCK_SIZE": 0 if paged is None else latent.shape[1],
+            "PACKED": paged is not None and paged.packed is not None,
+            "DTYPE": _TYPES[dtype],
+            "IEEE": ieee,
+            "E4M3": scale is not None,
+            "HARDWARE_E4M3": gpu.converts_float8,
+            "STAGES": 2 if ieee else _stages(step * (tile + nope_width + v_width), gpu),
+        }
+        varying = [*_GIVEN]
+        if paged is None:
+            fixed |= {"table_row": 0, "span": 1} | dict.fromkeys(_PAGED[:3])
+        else:
+            varying += _PAGED
+        for name, is_given in (("packed_ptr", fixed["PACKED"]), ("scale_ptr", fixed["E4M3"])):
+            if is_given:
+                varying.append(name)
+            else:
+                fixed[name] = None
+        options = LaunchOptions(num_warps=4 if ieee else 8)
+        return Launcher(expand_kernel, fixed, varying, options=options, is_typed=True)
+
+
 def expand_call(
     latent: torch.Tensor,
     rope: torch.Tensor,
@@ -191,78 +317,23 @@ def expand_call(
     scale: torch.Tensor | None = None,
     gpu: GpuFacts,
 ) -> KernelCall:
-    """The launch that expands latent rows.
-
-    Args:
-        latent: ``[S, L]``, or ``[N, P, L]`` of a cache, in any strides that leave rows dense.
-        rope: ``[S, r]`` or ``[N, P, r]``, in any strides that leave rows dense.
-        w_uk: ``[L, H, P]`` in the model's type.
-        w_uv: ``[L, H, V]`` in the model's type.
-        into: keys ``[S, H, P + r]`` and values ``[S, H, V]``, dense, to write.
-        paged: the rows of the cache to expand; None for rows that follow one another.
-        scale: fp32 scalar that multiplies an e4m3 cache; None: rows are in the model's type.
-        gpu: the GPU that runs the kernel.
-
-    Raises:
-        ValueError: rows are not as wide as weights and keys say.
-    """
-    rank, heads, nope = w_uk.shape
-    keys, values = into.key, into.value
-    widths, wanted = (latent.shape[-1], rope.shape[-1]), (rank, keys.shape[2] - nope)
-    if widths != wanted:
-        raise ValueError(
-            f"latent rows must have {wanted[0]} + {wanted[1]} columns, got {widths[0]} + "
-            f"{widths[1]}"
-        )
-    dtype, ieee = w_uk.dtype, w_uk.dtype == torch.float32
-    rows, block_size = keys.shape[0], 0 if paged is None else latent.shape[1]
-    nope_width, v_width = max(power_of_two(nope), 16), max(power_of_two(values.shape[2]), 16)
-    tile, step = (32, 32) if ieee else (_rows(nope_width + v_width, gpu), 64)
-    arguments = {
-        "latent_ptr": _bytes_of(latent),
-        "rope_ptr": _bytes_of(rope),
-        "uk_ptr": w_uk,
-        "uv_ptr": w_uv,
-        "key_ptr": keys,
-        "value_ptr": values,
-        "table_ptr": None if paged is None else paged.block_table,
-        "start_ptr": None if paged is None else paged.starts,
-        "lens_ptr": None if paged is None else paged.lens,
-        "packed_ptr": None if paged is None else paged.packed,
-        "scale_ptr": scale,
-        "latent_block": 0 if paged is None else latent.stride(0),
-        "latent_token": latent.stride(-2),
-        "rope_block": 0 if paged is None else rope.stride(0),
-        "rope_token": rope.stride(-2),
-        **{f"uk_{axis}": n for axis, n in zip(_AXES, w_uk.stride(), strict=True)},
-        **{f"uv_{axis}": n for axis, n in zip(_AXES, w_uv.stride(), strict=True)},
-        "table_row": 0 if paged is None else paged.block_table.stride(0),
-        "num_rows": rows,
-        "span": 1 if paged is None else paged.span,
-        "HEADS": heads,
-        "RANK": rank,
-        "NOPE": nope,
-        "ROPE": keys.shape[2] - nope,
-        "SIZE_V": values.shape[2],
-        "NOPE_WIDTH": nope_width,
-        "ROPE_WIDTH": power_of_two(keys.shape[2] - nope),
-        "V_WIDTH": v_width,
-        "ROWS": tile,
-        "STEP": step,
-        "BLOCK_SIZE": block_size,
-        "PACKED": paged is not None and paged.packed is not None,
-        "DTYPE": _TYPES[dtype],
-        "IEEE": ieee,
-        "E4M3": scale is not None,
-        "HARDWARE_E4M3": gpu.converts_float8,
-        "STAGES": 2 if ieee else _stages(step * (tile + nope_width + v_width), gpu),
-    }
-    grid = (heads, triton.cdiv(rows, tile))
-    return KernelCall(expand_kernel, grid, arguments, num_warps=4 if ieee else 8)
+    """The launch of :meth:`ExpandLauncher.launch` as data, by a launcher of its own."""
+    with collected_calls() as calls:
+        ExpandLauncher(gpu).launch((latent, rope), (w_uk, w_uv), into, paged, scale)
+    return calls[0]
 
 
+_GIVEN = ("latent_ptr", "rope_ptr", "uk_ptr", "uv_ptr", "key_ptr", "value_ptr", "num_rows")
+"""Arguments that every launch is given."""
+_PAGED = ("table_ptr", "start_ptr", "lens_ptr", "table_row", "span")
+"""More arguments of a launch that expands rows of a cache."""
 _AXES = ("latent", "head", "column")
 _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+
+def _kind(rows: torch.Tensor) -> tuple[Any, ...]:
+    """The part of the variant key that stands for a tensor of rows or weights."""
+    return rows.dtype, rows.is_cuda, rows.shape[1:], rows.stride()
 
 
 def _bytes_of(rows: torch.Tensor) -> torch.Tensor:

@@ -16,8 +16,8 @@ from attn.kernels.latent.padding import clear_padding_kernel
 from attn.kernels.latent.tensors import LatentLayer, LatentTensors, StoredRows
 from attn.kernels.latent.variants import TYPES, check_tensors, plan_constants
 from builders.dense.record import TritonAttentionMetadata
-from builders.launch.call import KernelCall, LaunchOptions
-from builders.launch.launcher import Launch, Launcher
+from builders.launch.call import KernelCall, LaunchOptions, collected_calls
+from builders.launch.launcher import Launcher
 from builders.launch.variants import Variants
 from builders.splitkv.record import PLAN_POINTERS, SplitPlan
 from specs.base import power_of_two
@@ -38,14 +38,18 @@ class LatentLauncher:
     only hands over addresses and sizes.
     """
 
+    tensors = LatentTensors
+    """The class of :meth:`attend`'s argument.
+
+    An impl imports this module late; with the class here, no forward has to import it again."""
+
     def __init__(self, layer: LatentLayer) -> None:
         """
         Args:
             layer: the constants of the layer.
         """
         self.layer = layer
-        self._variants: Variants[Launcher] = Variants()
-        self._clears: Variants[Launcher] = Variants()
+        self._variants: Variants[tuple[Launcher, Launcher]] = Variants()
         self._stored: Variants[StoredRows] = Variants()
         self._hopper: HopperLatentLauncher | None = None
 
@@ -59,70 +63,81 @@ class LatentLauncher:
         Raises:
             ValueError: the tensors do not fit the layer, or the plan was made for another layer.
         """
-        for launch in self._launches(step, tensors):
-            launch.launch()
-
-    def calls(
-        self, step: TritonAttentionMetadata, tensors: LatentTensors
-    ) -> tuple[KernelCall, ...]:
-        """The launches for the step's decode rows, as data: nothing is enqueued.
-
-        Args:
-            step: the builder's record of the decode rows.
-            tensors: the tensors of this forward.
-
-        Raises:
-            ValueError: the tensors do not fit the layer, or the plan was made for another layer.
-        """
-        return tuple(launch.call for launch in self._launches(step, tensors))
-
-    def _launches(
-        self, step: TritonAttentionMetadata, tensors: LatentTensors
-    ) -> tuple[Launch, ...]:
         plan = step.split
         assert plan is not None
         if tensors.rows is None:
             tensors.rows = self._rows_of(tensors.latent, tensors.rope)
-        variant, varying = _variant(plan, tensors), _varying(plan, step, tensors)
-        if plan.hopper is not None:
-            return self._on_hopper(plan, step, tensors, varying, variant)
-        query, rotary = tensors.query, tensors.rotary
-        for name, part in (("query", query), ("rotary", rotary)):
-            # The strides of queries are no part of the variant key.
-            if (part.shape[1] - 1) * part.stride(1) >= MOST_REACH:
-                check_reach(name, part)
-        latent, rope = self._words(tensors.latent), self._words(tensors.rope)
-        varying["query_ptr"], varying["rotary_ptr"] = query, rotary
-        varying["query_token"], varying["query_head"], _ = query.stride()
-        varying["rotary_token"], varying["rotary_head"], _ = rotary.stride()
-        varying["latent_ptr"], varying["rope_ptr"] = latent, rope
-        varying["scale_ptr"] = tensors.k_scale
-
-        def new_launcher() -> Launcher:
+        query, rotary, table = tensors.query, tensors.rotary, step.block_table
+        try:
+            query_token, query_head, query_column = query.stride()
+            rotary_token, rotary_head, rotary_column = rotary.stride()
+            variant = _variant(plan, table, tensors, (query_column, rotary_column))
+        except ValueError:
             check_tensors(self.layer, plan, step, tensors)
-            fixed = self._fixed(tensors, latent, rope) | plan_constants(plan)
-            fixed["FINISH_WIDTH"] = min(
-                fixed["WIDTH"] * fixed["PLANES"], FINISH_CELLS // fixed["FINISH_ROWS"]
-            )
-            tile = plan.tile
-            return Launcher(
-                mla_decode_kernel,
-                fixed,
-                [*varying],
-                groups={"plan": PLAN_POINTERS},
-                options=LaunchOptions(
-                    num_warps=tile.num_warps,
-                    num_stages=tile.num_stages,
-                    max_registers=tile.max_registers,
-                ),
-            )
+            raise
+        strides = query_token, query_head, rotary_token, rotary_head
+        if plan.hopper is not None:
+            self._on_hopper(plan, step, tensors, strides, variant)
+            return
+        most = max(query_head, rotary_head) * (query.shape[1] - 1)
+        if most >= MOST_REACH:
+            # The strides of queries are no part of the variant key.
+            check_reach("query", query)
+            check_reach("rotary", rotary)
+        attends, clears = self._variants.of(variant, self._new_launchers, plan, step, tensors)
+        output, lse, pointers = tensors.output, tensors.lse, plan.pointers
+        attends(
+            (plan.groups * plan.heads,),
+            query,
+            rotary,
+            *strides,
+            self._words(tensors.latent),
+            self._words(tensors.rope),
+            tensors.k_scale,
+            output,
+            lse,
+            table,
+            table.stride()[0],
+            pointers,
+        )
+        if _has_padding(tensors):
+            clears((output.shape[0],), output, lse, pointers)
 
-        launcher = self._variants.of(variant, new_launcher)
-        attends = launcher.bind((plan.groups * plan.heads,), varying)
-        if not _has_padding(tensors):
-            return (attends,)
-        clears = self._clears.of(variant, lambda: _new_clear(launcher))
-        return attends, clears.bind((tensors.output.shape[0],), varying)
+    def calls(
+        self, step: TritonAttentionMetadata, tensors: LatentTensors
+    ) -> tuple[KernelCall, ...]:
+        """The launches of :meth:`attend` as data: nothing is enqueued.
+
+        Arguments and errors are those of :meth:`attend`.
+        """
+        with collected_calls() as calls:
+            self.attend(step, tensors)
+        return tuple(calls)
+
+    def _new_launchers(
+        self, plan: SplitPlan, step: TritonAttentionMetadata, tensors: LatentTensors
+    ) -> tuple[Launcher, Launcher]:
+        """The launchers of a new variant: of the kernel that attends, and of the one that clears
+        padding after it.
+        """
+        check_tensors(self.layer, plan, step, tensors)
+        fixed = self._fixed(tensors) | plan_constants(plan)
+        width = fixed["WIDTH"] * fixed["PLANES"]
+        fixed["FINISH_WIDTH"] = min(width, FINISH_CELLS // fixed["FINISH_ROWS"])
+        tile = plan.tile
+        attends = Launcher(
+            mla_decode_kernel,
+            fixed,
+            _VARYING,
+            groups=_PLAN,
+            options=LaunchOptions(
+                num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
+                max_registers=tile.max_registers,
+            ),
+            is_typed=True,
+        )
+        return attends, _new_clear(attends)
 
     def _rows_of(self, latent: torch.Tensor, rope: torch.Tensor) -> StoredRows:
         """What launches depend on in a cache, kept for tensors at the same addresses.
@@ -144,21 +159,20 @@ class LatentLauncher:
         plan: SplitPlan,
         step: TritonAttentionMetadata,
         tensors: LatentTensors,
-        varying: dict[str, Any],
+        strides: tuple[int, int, int, int],
         variant: tuple[Any, ...],
-    ) -> tuple[Launch, ...]:
-        """The launches of the Hopper kernels."""
+    ) -> None:
+        """Enqueue the launches of the Hopper kernels."""
         if self._hopper is None:
             from attn.kernels.latent.hopper_wide.launch import HopperLatentLauncher
 
             self._hopper = HopperLatentLauncher(self.layer)
-        return self._hopper.launches(plan, step, tensors, varying, variant)
+        self._hopper.launch(plan, step, tensors, strides, variant)
 
-    def _fixed(
-        self, tensors: LatentTensors, latent: torch.Tensor, rope: torch.Tensor
-    ) -> dict[str, Any]:
+    def _fixed(self, tensors: LatentTensors) -> dict[str, Any]:
         """The arguments of the portable kernel that one compiled variant fixes."""
         layer, query, output = self.layer, tensors.query, tensors.output
+        latent, rope = self._words(tensors.latent), self._words(tensors.rope)
         quantized = layer.cache_dtype.is_quantized
         planes = 2 if quantized else 1
         # Rows of another 16-bit type are multiplied in fp32: fp16 lacks bf16's range, and bf16
@@ -215,45 +229,61 @@ def _new_clear(attends: Launcher) -> Launcher:
     shared = ("out_token", "out_head", "lse_token", "NUM_HEADS", "SIZE", "LSE")
     fixed = {name: attends.arguments[name] for name in shared}
     fixed["WIDTH"] = power_of_two(fixed["SIZE"])
-    names = ("out_ptr", "lse_ptr", "plan")
-    return Launcher(clear_padding_kernel, fixed, names, groups={"plan": PLAN_POINTERS})
+    return Launcher(clear_padding_kernel, fixed, _CLEARED, groups=_PLAN, is_typed=True)
 
 
-def _varying(
-    plan: SplitPlan, step: TritonAttentionMetadata, tensors: LatentTensors
-) -> dict[str, Any]:
-    """Arguments of the portable and the Hopper kernel that differ from call to call."""
-    return {
-        "out_ptr": tensors.output,
-        "lse_ptr": tensors.lse,
-        "table_ptr": step.block_table,
-        "plan": plan.pointers,
-        "table_row": step.block_table.stride()[0],
-    }
-
-
-def _variant(plan: SplitPlan, tensors: LatentTensors) -> tuple[Any, ...]:
+def _variant(
+    plan: SplitPlan, table: torch.Tensor, tensors: LatentTensors, columns: tuple[int, int]
+) -> tuple[Any, ...]:
     """The variant key: everything that a compiled variant depends on.
 
-    The strides of queries are left out. They differ from batch to batch, since an engine's absorbed
-    part lies head by head, and kernels take them as numbers.
+    The strides of queries are left out, but for ``columns``, those from column to column of the
+    query and of its rotary part. They differ from batch to batch, since an engine's absorbed part
+    lies head by head, and kernels take them as numbers. The type of every tensor is part of the
+    key, so that launchers need not check it.
+
+    Raises:
+        ValueError: a tensor has another number of dimensions.
     """
     query, rotary, rows = tensors.query, tensors.rotary, tensors.rows
-    output, lse = tensors.output, tensors.lse
+    output, lse, scale = tensors.output, tensors.lse, tensors.k_scale
     assert rows is not None
+    # Unpacking a whole shape costs less than slicing it.
+    _, heads, size = query.shape
+    _, rotary_heads, rotary_size = rotary.shape
+    _, out_heads, out_size = output.shape
     return (
         plan.static,
         rows.variant,
+        columns,
         query.dtype,
-        query.device,
-        query.shape[1:],
-        query.stride()[2:],
+        query.get_device(),
+        heads,
+        size,
         rotary.dtype,
-        rotary.shape[1:],
-        rotary.stride()[2:],
+        rotary.is_cuda,
+        rotary_heads,
+        rotary_size,
         output.dtype,
-        output.shape[1:],
+        output.is_cuda,
+        out_heads,
+        out_size,
         output.stride(),
-        None if lse is None else (lse.dtype, lse.shape[1:], lse.stride()),
-        tensors.k_scale.numel(),
+        None if lse is None else (lse.dtype, lse.is_cuda, lse.shape[-1], lse.stride()),
+        scale.dtype,
+        scale.is_cuda,
+        scale.numel(),
+        table.dtype,
+        table.is_cuda,
     )
+
+
+_PLAN = {"plan": PLAN_POINTERS}
+_VARYING = (
+    *("query_ptr", "rotary_ptr", "query_token", "query_head", "rotary_token", "rotary_head"),
+    *("latent_ptr", "rope_ptr", "scale_ptr", "out_ptr", "lse_ptr", "table_ptr", "table_row"),
+    "plan",
+)
+"""Arguments that every launch of the portable kernel is given."""
+_CLEARED = ("out_ptr", "lse_ptr", "plan")
+"""Arguments that every launch of the kernel that clears padding is given."""

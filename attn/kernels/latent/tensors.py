@@ -35,11 +35,14 @@ class StoredRows:
             latent: ``[N, P, L]``, the latent part of the cache's rows.
             rope: ``[N, P, r]``, the rotary part.
         """
-        self.described: dict[tuple[str, tuple[int, ...]], Any] = {}
-        """TMA descriptors of whole rows, by the argument's name and the box."""
+        self.described: dict[int, tuple[Any, Any]] = {}
+        """Two TMA descriptors of whole rows, by the tokens of their boxes."""
         self.variant = (
             latent.dtype,
+            latent.is_cuda,
             latent.shape[1:],
+            rope.dtype,
+            rope.is_cuda,
             rope.shape[1:],
             latent.stride(),
             rope.stride(),

@@ -15,8 +15,8 @@ from attn.kernels.sparse.layer import (
     LaunchForm,
     SparseLayer,
     SparseTensors,
+    Strides,
     row_of,
-    stored_as,
 )
 from builders.launch.call import LaunchOptions
 from builders.sparse.hopper_tiles import hopper_misfit
@@ -32,6 +32,12 @@ _KINDS = {
 }
 ALIGNMENT = 16
 """Bytes that a thread copies at a time."""
+_VARYING = (
+    *("query_ptr", "rotary_ptr", "query_token", "query_head", "rotary_token", "rotary_head"),
+    *("sinks_ptr", "ids_ptr", "ids_row", "lens_ptr", "out_ptr", "lse_ptr", "states_ptr"),
+    "sums_ptr",
+)
+"""Arguments that every launch of either kernel is given."""
 
 
 def is_aligned(*tensors: torch.Tensor) -> bool:
@@ -98,32 +104,38 @@ def _constants(
     }
 
 
-def _varying(parts: int, tensors: SparseTensors) -> dict[str, Any]:
-    """Varying arguments of both Hopper kernels; a pointer that a flag says is unused may be any.
+def _values(stores: bool, tensors: SparseTensors, strides: Strides) -> tuple[Any, ...]:
+    """Values of ``_VARYING``; a pointer that a flag says is unused may be any.
 
     Strides of queries per token and per head are in units of 16 bytes. They are not compile-time
     constants: an engine's absorbed queries lie head by head, so the stride of heads depends on the
     number of tokens in the batch.
+
+    Args:
+        stores: the kernel stores states.
+        tensors: the tensors of the launch.
+        strides: of the queries.
     """
-    query, rotary, output, indices = tensors.query, tensors.rotary, tensors.output, tensors.indices
+    query, output, indices = tensors.query, tensors.output, tensors.indices
+    sinks, lens, lse = tensors.sinks, tensors.topk_lens, tensors.lse
     units = ALIGNMENT // query.element_size()
-    (query_token, query_head, _), (rotary_token, rotary_head, _) = query.stride(), rotary.stride()
-    return {
-        "query_ptr": query,
-        "rotary_ptr": rotary,
-        "sinks_ptr": output if tensors.sinks is None else tensors.sinks,
-        "ids_ptr": indices,
-        "lens_ptr": indices if tensors.topk_lens is None else tensors.topk_lens,
-        "out_ptr": output,
-        "lse_ptr": output if tensors.lse is None else tensors.lse,
-        "states_ptr": output if parts == 1 else tensors.states,
-        "sums_ptr": output if parts == 1 else tensors.sums,
-        "ids_row": indices.stride()[0],
-        "query_token": query_token // units,
-        "query_head": query_head // units,
-        "rotary_token": rotary_token // units,
-        "rotary_head": rotary_head // units,
-    }
+    query_token, query_head, rotary_token, rotary_head = strides
+    return (
+        query,
+        tensors.rotary,
+        query_token // units,
+        query_head // units,
+        rotary_token // units,
+        rotary_head // units,
+        output if sinks is None else sinks,
+        indices,
+        indices.stride()[0],
+        indices if lens is None else lens,
+        output,
+        output if lse is None else lse,
+        tensors.states if stores else output,
+        tensors.sums if stores else output,
+    )
 
 
 def _narrow_form(
@@ -142,21 +154,24 @@ def _narrow_form(
         "PRODUCER": asked.producer_registers,
     }
 
-    def varying(tensors: SparseTensors) -> dict[str, Any]:
-        found = _varying(parts, tensors)
-        # Rows begin with their latents.
-        found["latent_ptr"] = stored_as(tensors.kv_cache, torch.int32)
-        k_scale = tensors.k_scale
-        found["factor_ptr"] = found["lse_ptr"] if k_scale is None else k_scale
-        return found
+    def values(tensors: SparseTensors, strides: Strides) -> tuple[Any, ...]:
+        rows, k_scale, lse = tensors.rows, tensors.k_scale, tensors.lse
+        assert rows is not None
+        unused = tensors.output if lse is None else lse
+        return (
+            *_values(parts > 1, tensors, strides),
+            # Rows begin with their latents.
+            rows.words(torch.int32),
+            unused if k_scale is None else k_scale,
+        )
 
-    options = LaunchOptions(num_warps=4, waits=True)
     return LaunchForm(
         hopper_narrow_sparse_kernel,
         {**constants, **own},
-        varying,
+        (*_VARYING, "latent_ptr", "factor_ptr"),
+        values,
         lambda rows: (rows * pieces,),
-        options,
+        LaunchOptions(num_warps=4, waits=True),
     )
 
 
@@ -196,18 +211,26 @@ def _wide_form(
         total = rows * pieces
         return (tile.shares or (min(total, most) if most else total),)
 
-    def varying(given: SparseTensors) -> dict[str, Any]:
-        found = _varying(parts, given)
-        found["latent_ptr"] = stored_as(given.kv_cache, element)
-        found["tokens"] = given.query.shape[0]
-        # Scratch for lists of which two programs have a part each; any pointers where none has.
-        found["counters_ptr"] = given.counters if tile.shares else given.indices
-        if tile.shares:
-            found["states_ptr"], found["sums_ptr"] = given.states, given.sums
-        return found
+    # Scratch for lists of which two programs have a part each; any pointers where none has.
+    shares = tile.shares > 0
+
+    def values(given: SparseTensors, strides: Strides) -> tuple[Any, ...]:
+        rows = given.rows
+        assert rows is not None
+        return (
+            *_values(shares or parts > 1, given, strides),
+            rows.words(element),
+            given.query.shape[0],
+            given.counters if shares else given.indices,
+        )
 
     return LaunchForm(
-        hopper_sparse_kernel, {**constants, **own}, varying, grid, LaunchOptions(num_warps=4)
+        hopper_sparse_kernel,
+        {**constants, **own},
+        (*_VARYING, "latent_ptr", "tokens", "counters_ptr"),
+        values,
+        grid,
+        LaunchOptions(num_warps=4),
     )
 
 

@@ -8,13 +8,15 @@ cache; its highest bits say which of the tokens list that row.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Final
 
 import torch
 import triton
 import triton.language as tl
 
-from builders.launch.call import KernelCall
+from builders.launch.call import LaunchOptions
+from builders.launch.launcher import Launch, Launcher
 from builders.sparse.arguments import JointLists, TopkLists
 from builders.sparse.joint import MOST_JOINED
 
@@ -149,38 +151,49 @@ def join_lists_kernel(
         tl.store(counts_ptr + group, count)
 
 
-def join_lists_call(
+def join_lists_launch(
     lists: TopkLists, block_table: torch.Tensor, block_size: int, joint: JointLists
-) -> KernelCall:
-    """The launch of :func:`attn.ops.joint_lists.join_lists`, which checks the arguments."""
-    topk = lists.ids.shape[1]
-    arguments = {
-        "ids_ptr": lists.ids,
+) -> Launch:
+    """The launch of :func:`attn.ops.joint_lists.join_lists`, which checks the arguments.
+
+    The launcher of its variant prepares it, and is kept.
+    """
+    ids, marks = lists.ids, joint.marks
+    tensors = (ids, lists.visible_lens, lists.reqs, block_table, marks, joint.entries, joint.counts)
+    places = tuple(tensor.is_cuda for tensor in tensors)
+    sizes = ids.shape[1], joint.tokens, marks.shape[2], block_size
+    varying = {
+        "ids_ptr": ids,
         "visible_ptr": lists.visible_lens,
         "reqs_ptr": lists.reqs,
         "block_table_ptr": block_table,
-        "marks_ptr": joint.marks.view(torch.uint8),
-        "words_ptr": joint.marks,
+        "marks_ptr": marks.view(torch.uint8),
+        "words_ptr": marks,
         "entries_ptr": joint.entries,
         "counts_ptr": joint.counts,
-        "num_tokens": len(lists.ids),
-        "ids_row": lists.ids.stride(0),
+        "num_tokens": len(ids),
+        "ids_row": ids.stride(0),
         "table_row": block_table.stride(0),
         "table_width": block_table.shape[1],
+    }
+    programs = min(len(marks), len(joint.entries))
+    return _launcher(*sizes, places).bind((programs,), varying)
+
+
+@lru_cache(maxsize=256)
+def _launcher(
+    topk: int, tokens: int, window: int, block_size: int, places: tuple[bool, ...]
+) -> Launcher:
+    """The launcher for lists of these sizes; ``places`` say which tensors are on a GPU."""
+    fixed = {
         "TOPK": topk,
         "TILE": triton.next_power_of_2(topk),
-        "TOKENS": joint.tokens,
-        "WINDOW": joint.marks.shape[2],
-        "STEP": min(_STEP, joint.marks.shape[2]),
+        "TOKENS": tokens,
+        "WINDOW": window,
+        "STEP": min(_STEP, window),
         "PAGE_SIZE": block_size,
     }
-    programs = min(len(joint.marks), len(joint.entries))
     # With 8 warps of 128 registers two programs fit a multiprocessor; eight tokens need more.
-    num_warps, max_registers = (16, None) if joint.tokens == MOST_JOINED else (8, 128)
-    return KernelCall(
-        join_lists_kernel,
-        (programs,),
-        arguments,
-        num_warps=num_warps,
-        max_registers=max_registers,
-    )
+    num_warps, max_registers = (16, None) if tokens == MOST_JOINED else (8, 128)
+    options = LaunchOptions(num_warps=num_warps, max_registers=max_registers)
+    return Launcher(join_lists_kernel, fixed, options=options, is_typed=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -17,14 +17,15 @@ from attn.kernels.lang.stored import E4M3, NATIVE
 from attn.kernels.sparse.attend import fold_states_kernel, sparse_mla_kernel
 from attn.kernels.sparse.attend_many import sparse_mla_many_kernel
 from attn.kernels.sparse.layer import (
+    CacheRows,
     LaunchForm,
     SparseLayer,
     SparseTensors,
-    field_pointers,
+    Strides,
     row_of,
 )
-from builders.launch.call import KernelCall, LaunchOptions
-from builders.launch.launcher import Launch, Launcher
+from builders.launch.call import KernelCall, LaunchOptions, collected_calls
+from builders.launch.launcher import Launcher
 from builders.launch.variants import Variants
 from builders.sparse.tiles import SparseTile
 from specs.base import cdiv
@@ -35,9 +36,14 @@ MOST_REACH = 1 << 31
 """Elements from the first to the last head of a token that 32 bits can count."""
 _ALIGNMENT = 16
 """Bytes of the widest load of a thread."""
-
-
 _NOTHING = (0, 0)
+_SHARED = ("factor_ptr", "sinks_ptr", "lens_ptr", "out_ptr", "lse_ptr", "states_ptr", "sums_ptr")
+"""Arguments that the portable kernels and the kernel that folds their states are given."""
+_VARYING = (
+    *("query_ptr", "rotary_ptr", "query_token", "query_head", "rotary_token", "rotary_head"),
+    *("ids_ptr", "ids_row", "latent_ptr", "rope_ptr", "scales_ptr"),
+)
+"""More arguments that the portable kernels are given."""
 _Made: TypeAlias = tuple[tuple[int, int], tuple[tuple[LaunchForm, Launcher], ...]]
 """What is made once for a variant."""
 
@@ -49,6 +55,11 @@ class SparseLauncher:
     only hands over addresses and sizes.
     """
 
+    tensors = SparseTensors
+    """The class of :meth:`attend`'s argument.
+
+    An impl imports this module late; with the class here, no forward has to import it again."""
+
     def __init__(self, layer: SparseLayer, *, hardware_e4m3: bool) -> None:
         """
         Args:
@@ -57,6 +68,7 @@ class SparseLauncher:
         """
         self.layer, self._hardware_e4m3 = layer, hardware_e4m3
         self._variants: Variants[_Made] = Variants()
+        self._hopper: Any = None
 
     def attend(self, tile: SparseTile, tensors: SparseTensors) -> None:
         """Enqueue the launches of :func:`attn.ops.sparse_mla.sparse_mla`.
@@ -72,68 +84,60 @@ class SparseLauncher:
             ValueError: the tensors do not fit together, or the Hopper kernel does not serve them.
             NotImplementedError: the rank or the rotary size is none that a tile holds.
         """
-        for launch in self._launches(tile, tensors):
-            launch.launch()
+        rows = tensors.rows
+        if rows is None:
+            rows = tensors.rows = CacheRows(tensors.kv_cache)
+        try:
+            query_token, query_head, query_column = tensors.query.stride()
+            rotary_token, rotary_head, rotary_column = tensors.rotary.stride()
+            columns = query_column, rotary_column
+            variant = _variant(tile, rows.variant, tensors, columns)
+        except ValueError:
+            _check(self.layer, tile, tensors)
+            raise
+        needed, made = self._variants.of(variant, self._new_launchers, tile, tensors)
+        strides = query_token, query_head, rotary_token, rotary_head
+        if not _fits(tile, tensors, needed, self.layer.num_heads * max(query_head, rotary_head)):
+            _check(self.layer, tile, tensors)
+        lists = tensors.indices.shape[0]
+        for form, launcher in made:
+            launcher(form.grid(lists), *form.values(tensors, strides))
 
     def calls(self, tile: SparseTile, tensors: SparseTensors) -> tuple[KernelCall, ...]:
         """The launches as data: nothing is enqueued. Arguments and errors are :meth:`attend`'s."""
-        return tuple(launch.call for launch in self._launches(tile, tensors))
+        with collected_calls() as calls:
+            self.attend(tile, tensors)
+        return tuple(calls)
 
-    def _launches(self, tile: SparseTile, tensors: SparseTensors) -> Iterator[Launch]:
-        rows = tensors.indices.shape[0]
-        variant = self._variant(tile, tensors)
-        needed, made = self._variants.of(variant, lambda: self._new_launchers(tile, tensors))
-        if not _fits(tile, tensors, rows, needed):
-            _check(self.layer, tile, tensors)
-        for form, launcher in made:
-            yield launcher.bind(form.grid(rows), form.varying(tensors))
-
-    def _variant(self, tile: SparseTile, tensors: SparseTensors) -> tuple[Any, ...]:
-        """The variant key: everything that a compiled variant depends on.
-
-        Left out are the number of query tokens, and the strides of queries, which differ from batch
-        to batch, since an engine's absorbed part lies head by head.
+    def is_aligned(self, tensors: SparseTensors) -> bool:
+        """Whether the Hopper kernels can read the tensors, whose rows must start at multiples of
+        16 bytes.
         """
-        query, rotary, cache = tensors.query, tensors.rotary, tensors.kv_cache
-        output, lse, indices = tensors.output, tensors.lse, tensors.indices
-        lens, k_scale, sinks = tensors.topk_lens, tensors.k_scale, tensors.sinks
-        return (
-            tile,
-            query.dtype,
-            query.device,
-            query.shape[1:],
-            query.stride()[2:],
-            rotary.dtype,
-            rotary.shape[1:],
-            rotary.stride()[2:],
-            cache.dtype,
-            cache.shape[1:],
-            cache.stride(),
-            # If there is one page only, its stride says nothing.
-            cache.shape[0] == 1,
-            cache.data_ptr() % 16,
-            indices.dtype,
-            indices.shape[1],
-            indices.stride()[1:],
-            None if lens is None else (lens.dtype, lens.stride()),
-            output.dtype,
-            output.shape[1:],
-            output.stride(),
-            None if lse is None else (lse.dtype, lse.shape[1:], lse.stride()),
-            None if k_scale is None else k_scale.numel(),
-            None if sinks is None else sinks.shape,
-            tensors.states is None,
-            tensors.counters is None,
-        )
+        if self._hopper is None:
+            # Gluon is imported only where it is used.
+            from attn.kernels.sparse import hopper_launch
+
+            self._hopper = hopper_launch
+        aligned: bool = self._hopper.is_aligned(tensors.query, tensors.rotary, tensors.kv_cache)
+        return aligned
 
     def _new_launchers(self, tile: SparseTile, tensors: SparseTensors) -> _Made:
         """The scratch that one query token needs, and the launches with their launchers."""
-        made = []
-        for form in self._forms(tile, tensors):
-            names = [*form.varying(tensors)]
-            made.append((form, Launcher(form.kernel, form.constants, names, options=form.options)))
+        made = tuple(
+            (
+                form,
+                Launcher(
+                    form.kernel,
+                    form.constants,
+                    form.varying,
+                    options=form.options,
+                    is_typed=True,
+                ),
+            )
+            for form in self._forms(tile, tensors)
+        )
         topk = tensors.indices.shape[1]
-        return tile.state_floats(1, self.layer.num_heads, topk, self.layer.rank), tuple(made)
+        return tile.state_floats(1, self.layer.num_heads, topk, self.layer.rank), made
 
     def _forms(self, tile: SparseTile, tensors: SparseTensors) -> tuple[LaunchForm, ...]:
         """The launches of a variant; the tensors are checked."""
@@ -158,7 +162,8 @@ class SparseLauncher:
         return first, LaunchForm(
             fold_states_kernel,
             _shared_constants(layer, tile, tensors) | own,
-            partial(_shared_pointers, layer),
+            _SHARED,
+            partial(_shared_values, layer),
             lambda rows: (rows * tiles, tile.rows // heads, layer.rank // width),
             LaunchOptions(num_warps=2, waits=waits),
         )
@@ -171,18 +176,77 @@ def sparse_calls(
     return SparseLauncher(layer, hardware_e4m3=hardware_e4m3).calls(tile, tensors)
 
 
-def _shared_pointers(layer: SparseLayer, tensors: SparseTensors) -> dict[str, Any]:
-    """Varying arguments that the portable kernels and the kernel that folds their states share."""
+def _variant(
+    tile: SparseTile,
+    rows: tuple[Any, ...],
+    tensors: SparseTensors,
+    columns: tuple[int, int],
+) -> tuple[Any, ...]:
+    """The variant key: everything that a compiled variant depends on.
+
+    Left out are the number of query tokens, and the strides of queries, which differ from batch to
+    batch, since an engine's absorbed part lies head by head. The type of every tensor is part of
+    the key, so that launchers need not check it.
+
+    Args:
+        tile: how heads and lists are cut.
+        rows: the part of the key that stands for the cache.
+        tensors: the tensors of the launches.
+        columns: strides from column to column of the query and of its rotary part.
+
+    Raises:
+        ValueError: a tensor has another number of dimensions.
+    """
+    query, rotary, output, lse = tensors.query, tensors.rotary, tensors.output, tensors.lse
+    indices, lens, k_scale = tensors.indices, tensors.topk_lens, tensors.k_scale
+    sinks, states, counters = tensors.sinks, tensors.states, tensors.counters
+    # Unpacking a whole shape costs less than slicing it.
+    _, heads, size = query.shape
+    _, rotary_heads, rotary_size = rotary.shape
+    _, out_heads, out_size = output.shape
+    _, topk = indices.shape
+    return (
+        tile,
+        rows,
+        columns,
+        query.dtype,
+        query.get_device(),
+        heads,
+        size,
+        rotary.dtype,
+        rotary.is_cuda,
+        rotary_heads,
+        rotary_size,
+        output.dtype,
+        output.is_cuda,
+        out_heads,
+        out_size,
+        output.stride(),
+        indices.dtype,
+        indices.is_cuda,
+        topk,
+        indices.stride()[1],
+        None if lse is None else (lse.dtype, lse.is_cuda, lse.shape[-1], lse.stride()),
+        None if lens is None else (lens.dtype, lens.is_cuda, lens.stride()),
+        None if k_scale is None else (k_scale.dtype, k_scale.is_cuda, k_scale.numel()),
+        None if sinks is None else (sinks.dtype, sinks.is_cuda, sinks.shape),
+        None if states is None else (states.dtype, states.is_cuda),
+        None if counters is None else (counters.dtype, counters.is_cuda),
+    )
+
+
+def _shared_values(layer: SparseLayer, tensors: SparseTensors, strides: Strides) -> tuple[Any, ...]:
+    """Values of ``_SHARED``."""
     has_factor = layer.layout is LatentFormat.FP8_NOPE_FP8_ROPE
-    return {
-        "factor_ptr": tensors.k_scale if has_factor else None,
-        "sinks_ptr": tensors.sinks,
-        "lens_ptr": tensors.topk_lens,
-        "out_ptr": tensors.output,
-        "lse_ptr": tensors.lse,
-        "states_ptr": tensors.states,
-        "sums_ptr": tensors.sums,
-    }
+    return (
+        tensors.k_scale if has_factor else None,
+        tensors.sinks,
+        tensors.topk_lens,
+        tensors.output,
+        tensors.lse,
+        tensors.states,
+        tensors.sums,
+    )
 
 
 def _shared_constants(
@@ -243,7 +307,8 @@ def _portable_form(
     return LaunchForm(
         kernel,
         constants,
-        partial(_portable_varying, layer, row),
+        (*_SHARED, *_VARYING),
+        partial(_portable_values, layer, row),
         lambda rows: (rows * tiles, programs),
         LaunchOptions(
             num_warps=tile.num_warps,
@@ -253,20 +318,21 @@ def _portable_form(
     )
 
 
-def _portable_varying(layer: SparseLayer, row: RowFormat, tensors: SparseTensors) -> dict[str, Any]:
-    query, rotary = tensors.query, tensors.rotary
-    return {
-        **_shared_pointers(layer, tensors),
-        "query_ptr": query,
-        "rotary_ptr": rotary,
-        "ids_ptr": tensors.indices,
-        **(tensors.fields or field_pointers(tensors.kv_cache, row)),
-        "ids_row": tensors.indices.stride(0),
-        "query_token": query.stride(0),
-        "query_head": query.stride(1),
-        "rotary_token": rotary.stride(0),
-        "rotary_head": rotary.stride(1),
-    }
+def _portable_values(
+    layer: SparseLayer, row: RowFormat, tensors: SparseTensors, strides: Strides
+) -> tuple[Any, ...]:
+    """Values of ``_SHARED`` and of ``_VARYING``."""
+    indices, rows = tensors.indices, tensors.rows
+    assert rows is not None
+    return (
+        *_shared_values(layer, tensors, strides),
+        tensors.query,
+        tensors.rotary,
+        *strides,
+        indices,
+        indices.stride()[0],
+        *rows.fields(row),
+    )
 
 
 def _compute_type(dtype: torch.dtype) -> Any:
@@ -292,22 +358,25 @@ def _distances(kv_cache: torch.Tensor, row: RowFormat) -> dict[str, Any]:
     }
 
 
-def _fits(tile: SparseTile, tensors: SparseTensors, rows: int, needed: tuple[int, int]) -> bool:
+def _fits(tile: SparseTile, tensors: SparseTensors, needed: tuple[int, int], reach: int) -> bool:
     """Whether what the variant key leaves out fits together, as :func:`_check` asks for it.
 
-    ``needed`` are the fp32 elements of scratch for one query token, or for any number of them where
-    programs share lists.
+    Args:
+        tile: how heads and lists are cut.
+        tensors: the tensors of the launches.
+        needed: fp32 elements of scratch for one query token, or for any number of them where
+            programs share lists.
+        reach: elements that the heads of a token's query span, its padding included.
     """
-    query, rotary, lse, lens = tensors.query, tensors.rotary, tensors.lse, tensors.topk_lens
-    tokens = query.shape[0]
+    lse, lens = tensors.lse, tensors.topk_lens
+    tokens, rows = tensors.query.shape[0], tensors.indices.shape[0]
     lists = tokens if tile.tokens == 1 else cdiv(tokens, tile.tokens)
     if not (
         lists == rows
-        and tokens == rotary.shape[0] == tensors.output.shape[0]
+        and tokens == tensors.rotary.shape[0] == tensors.output.shape[0]
         and (lse is None or lse.shape[0] == tokens)
         and (lens is None or lens.shape[0] == rows)
-        and query.shape[1] * query.stride()[1] < MOST_REACH
-        and rotary.shape[1] * rotary.stride()[1] < MOST_REACH
+        and reach < MOST_REACH
     ):
         return False
     if needed != _NOTHING:

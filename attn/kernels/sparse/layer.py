@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -56,8 +56,9 @@ class SparseTensors:
     """fp32 scratch for maxima and sums of states; ``SparseTile.state_floats`` gives its size."""
     counters: torch.Tensor | None = None
     """``[SparseTile.counters]`` int32; zeros before and after every launch."""
-    fields: dict[str, torch.Tensor | None] | None = None
-    """:func:`field_pointers` of ``kv_cache``, kept from an earlier forward; None: not yet made."""
+    rows: CacheRows | None = None
+    """``kv_cache`` as kernels read it, kept from an earlier forward; the launcher sets it if
+    None."""
 
     def part(self, rows: slice) -> SparseTensors:
         """The tensors of some query tokens; the scratch is the same."""
@@ -73,6 +74,55 @@ class SparseTensors:
         )
 
 
+class CacheRows:
+    """The rows of a cache as kernels read them, and their part of the variant key."""
+
+    def __init__(self, kv_cache: torch.Tensor) -> None:
+        """
+        Args:
+            kv_cache: ``[N, P, row]``, whose address does not change.
+        """
+        self._cache = kv_cache.detach()
+        self._words: dict[torch.dtype, torch.Tensor] = {}
+        self._fields: tuple[torch.Tensor | None, ...] | None = None
+        self.variant = (
+            kv_cache.dtype,
+            kv_cache.is_cuda,
+            kv_cache.shape[1:],
+            kv_cache.stride(),
+            # If there is one page only, its stride says nothing.
+            kv_cache.shape[0] == 1,
+            kv_cache.data_ptr() % 16,
+        )
+        """The part of the variant key that stands for the cache.
+
+        It holds the alignment of its address, but no address and no number of pages."""
+
+    def words(self, dtype: torch.dtype) -> torch.Tensor:
+        """The cache as elements of ``dtype``, as a Hopper kernel reads it."""
+        found = self._words.get(dtype)
+        if found is None:
+            found = self._words[dtype] = self._cache.view(dtype)
+        return found
+
+    def fields(self, row: RowFormat) -> tuple[torch.Tensor | None, ...]:
+        """The fields of the rows as the portable kernels read them: latent, rotary part, scales.
+
+        Elements in e4m3 are given as bytes, which every GPU can load.
+
+        Args:
+            row: the format of the rows, always the same.
+        """
+        if self._fields is None:
+            found = latent_views(self._cache, row)
+            self._fields = as_bytes(found["nope"]), as_bytes(found["rope"]), found.get("scale")
+        return self._fields
+
+
+Strides: TypeAlias = tuple[int, int, int, int]
+"""Elements from token to token and from head to head of the query, then of its rotary part."""
+
+
 @dataclass(frozen=True)
 class LaunchForm:
     """One launch of a step, as it is for any number of rows."""
@@ -81,10 +131,12 @@ class LaunchForm:
     """The ``triton.jit`` function."""
     constants: dict[str, Any]
     """The arguments that all launches of a variant share, by name."""
-    varying: Callable[[SparseTensors], dict[str, Any]]
-    """The other arguments, by name; which ones there are follows from the variant."""
+    varying: tuple[str, ...]
+    """Names of the other arguments."""
+    values: Callable[[SparseTensors, Strides], tuple[Any, ...]]
+    """Their values, in that order; which of them are None follows from the variant."""
     grid: Callable[[int], tuple[int, ...]]
-    """The programs for a number of query tokens."""
+    """The programs for a number of lists."""
     options: LaunchOptions
     """How the kernel is compiled and launched."""
 
@@ -93,18 +145,3 @@ class LaunchForm:
 def row_of(layer: SparseLayer, dtype: torch.dtype) -> RowFormat:
     """The row format of the layer's cache, for a query of ``dtype``."""
     return layer.layout.row(layer.rank, layer.rope_size, DType.parse(dtype))
-
-
-def field_pointers(kv_cache: torch.Tensor, row: RowFormat) -> dict[str, torch.Tensor | None]:
-    """The fields of a cache's rows as the portable kernels take them, by the arguments' names.
-
-    Elements in e4m3 are given as bytes, which every GPU can load.
-    """
-    fields = latent_views(kv_cache, row)
-    latent, rope = as_bytes(fields["nope"]), as_bytes(fields["rope"])
-    return {"latent_ptr": latent, "rope_ptr": rope, "scales_ptr": fields.get("scale")}
-
-
-def stored_as(kv_cache: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A cache as elements of ``dtype``; a cache of that type is returned as it is."""
-    return kv_cache if kv_cache.dtype == dtype else kv_cache.view(dtype)

@@ -114,7 +114,9 @@ def topk_transform_launch(
     """The launch, prepared by the launcher of its variant, which is kept."""
     rows, width = out.shape
     ids = lists.ids
-    launcher = _launcher(kind, ids.shape[1], width, block_size, lists.stripe, counts is not None)
+    tensors = (ids, lists.visible_lens, lists.reqs, block_table, offsets, out, slots, counts)
+    types = tuple(None if one is None else (one.dtype, one.is_cuda) for one in tensors)
+    launcher = _launcher(kind, ids.shape[1], width, block_size, lists.stripe, types)
     ids_row, table_row, table_width = ids.stride()[0], 0, 0
     if block_table is not None:
         table_row, table_width = block_table.stride()[0], block_table.shape[1]
@@ -136,8 +138,14 @@ def topk_transform_launch(
 
 @lru_cache(maxsize=256)
 def _launcher(
-    kind: str, topk: int, width: int, block_size: int, stripe: Stripe | None, is_compact: bool
+    kind: str,
+    topk: int,
+    width: int,
+    block_size: int,
+    stripe: Stripe | None,
+    types: tuple[tuple[torch.dtype, bool] | None, ...],
 ) -> Launcher:
+    """The launcher for lists of these sizes, and for tensors of these types in their order."""
     shared = stripe or Stripe(1, 0, 1)
     fixed = {
         "TOPK": topk,
@@ -145,9 +153,11 @@ def _launcher(
         "TILE": triton.next_power_of_2(width),
         "PAGE_SIZE": block_size,
         "KIND": kind,
-        "COMPACT": is_compact,
+        # The last tensor receives the numbers of entries, which are then moved to the front.
+        "COMPACT": types[-1] is not None,
         "DCP_SIZE": shared.size,
         "DCP_RANK": shared.rank,
         "INTERLEAVE": shared.interleave,
     }
-    return Launcher(topk_transform_kernel, fixed, options=LaunchOptions(num_warps=4))
+    options = LaunchOptions(num_warps=4)
+    return Launcher(topk_transform_kernel, fixed, options=options, is_typed=True)

@@ -16,7 +16,7 @@ from attn.kernels.latent.hopper_wide.kernel import hopper_mla_kernel
 from attn.kernels.latent.variants import check_tensors, plan_constants
 from builders.latent.choice import latent_kernel_of
 from builders.launch.call import LaunchOptions
-from builders.launch.launcher import Launch, Launcher
+from builders.launch.launcher import Launcher
 from builders.launch.variants import Variants
 from builders.splitkv.record import PLAN_POINTERS, SplitPlan, area_of
 from specs.base import cdiv, power_of_two
@@ -96,18 +96,18 @@ class HopperLatentLauncher:
             sliding_window=layer.sliding_window,
         )
         self._is_quantized = layer.cache_dtype.is_quantized
-        self._variants: Variants[tuple[Launcher, Launcher | None]] = Variants()
+        self._variants: Variants[tuple[Launcher, Launcher | None, int]] = Variants()
         self._descriptors = Descriptors()
 
-    def launches(
+    def launch(
         self,
         plan: SplitPlan,
         step: TritonAttentionMetadata,
         tensors: LatentTensors,
-        varying: dict[str, Any],
+        strides: tuple[int, int, int, int],
         variant: tuple[Any, ...],
-    ) -> tuple[Launch, ...]:
-        """The launches of a step in their order.
+    ) -> None:
+        """Enqueue the launches of a step.
 
         The first is the kernel that attends. Where the plan cuts work items between any two tiles
         (the wide kernel), the kernel that folds the cuts follows.
@@ -116,49 +116,63 @@ class HopperLatentLauncher:
             plan: the plan of the step.
             step: the builder's record.
             tensors: the tensors of the forward.
-            varying: arguments that differ from call to call, by the portable kernel's names; the
-                arguments that only the Hopper kernels have are added.
+            strides: elements from token to token and from head to head of the query, then of its
+                rotary part.
             variant: the variant key.
 
         Raises:
             ValueError: the kernel does not serve the layer, or the tensors do not fit it.
         """
-        hopper = plan.hopper
+        hopper, rows = plan.hopper, tensors.rows
         assert hopper is not None
-        attends, fold = self._variants.of(variant, lambda: self._new_launchers(plan, step, tensors))
-        query, rotary = _in_units(tensors.query), _in_units(tensors.rotary)
-        (query_token, query_head, _), (rotary_token, rotary_head, _) = (
-            query.stride(),
-            rotary.stride(),
+        assert rows is not None
+        attends, fold, slices = self._variants.of(variant, self._new_launchers, plan, step, tensors)
+        query, rotary, output, lse = tensors.query, tensors.rotary, tensors.output, tensors.lse
+        query_token, query_head, rotary_token, rotary_head = strides
+        places = query.data_ptr() | rotary.data_ptr()
+        if places % UNIT_BYTES or (query_token | query_head | rotary_token | rotary_head) % UNIT:
+            query, rotary = _in_units(query), _in_units(rotary)
+            query_token, query_head, _ = query.stride()
+            rotary_token, rotary_head, _ = rotary.stride()
+        described = rows.described.get(hopper.run)
+        if described is None:
+            described = rows.described[hopper.run] = self._described(hopper.run, tensors)
+        row_desc, rope_desc = described
+        programs, pointers, table = plan.groups * plan.heads, plan.pointers, step.block_table
+        attends(
+            (programs,),
+            row_desc,
+            query,
+            rotary,
+            query_token // UNIT,
+            query_head // UNIT,
+            rotary_token // UNIT,
+            rotary_head // UNIT,
+            output,
+            lse,
+            table,
+            pointers,
+            table.stride()[0],
+            output.shape[0],
+            *((tensors.k_scale, rope_desc) if fold is None else (tensors.latent,)),
         )
-        varying["num_rows"] = tensors.output.shape[0]
-        varying["query_ptr"], varying["rotary_ptr"] = query, rotary
-        varying["query_token"], varying["query_head"] = query_token // UNIT, query_head // UNIT
-        varying["rotary_token"], varying["rotary_head"] = rotary_token // UNIT, rotary_head // UNIT
-        varying["k_desc"] = self._described("k", tensors, (1, hopper.run, COLUMNS))
-        programs = plan.groups * plan.heads
-        if fold is None:
-            # The rotary part of e4m3 rows is 32 words of two elements; else it is 64 elements.
-            words = COLUMNS // 2 if self._is_quantized else COLUMNS
-            varying["rope_desc"] = self._described("rope", tensors, (1, hopper.run, words))
-            varying["k_scale_ptr"] = tensors.k_scale
-            return (attends.bind((programs,), varying),)
-        varying["cache_ptr"] = tensors.latent
-        slices = cdiv(plan.tile.tile_heads * plan.tile.query_tokens, SLICE)
-        return attends.bind((programs,), varying), fold.bind((programs * slices,), varying)
+        if fold is not None:
+            fold((programs * slices,), output, lse, pointers)
 
     def _described(
-        self, name: str, tensors: LatentTensors, box: tuple[int, ...]
-    ) -> TensorDescriptor:
-        """The descriptor of the cache's whole rows, kept in ``tensors.rows``."""
-        assert tensors.rows is not None
-        known = tensors.rows.described
-        found = known.get((name, box))
-        if found is None:
-            rows = self._whole(tensors)
-            words = rows.view(torch.int16) if self._is_quantized else rows
-            found = known[name, box] = self._descriptors.of(name, words, box)
-        return found
+        self, run: int, tensors: LatentTensors
+    ) -> tuple[TensorDescriptor, TensorDescriptor]:
+        """Two descriptors of the cache's whole rows, in boxes of ``run`` tokens.
+
+        A box of the first has as many columns as a swizzled row; a box of the second has those of
+        the rotary part, which only the narrow kernel loads by itself.
+        """
+        rows = self._whole(tensors)
+        words = rows.view(torch.int16) if self._is_quantized else rows
+        # The rotary part of e4m3 rows is 32 words of two elements; else it is 64 elements.
+        columns = COLUMNS // 2 if self._is_quantized else COLUMNS
+        of = self._descriptors.of
+        return of("k", words, (1, run, COLUMNS)), of("rope", words, (1, run, columns))
 
     def _whole(self, tensors: LatentTensors) -> torch.Tensor:
         """The cache's whole rows, ``[N, P, L + r]``."""
@@ -167,8 +181,11 @@ class HopperLatentLauncher:
 
     def _new_launchers(
         self, plan: SplitPlan, step: TritonAttentionMetadata, tensors: LatentTensors
-    ) -> tuple[Launcher, Launcher | None]:
-        """The launchers of a variant: of the kernel that attends, and of the fold if it has one."""
+    ) -> tuple[Launcher, Launcher | None, int]:
+        """The launchers of a variant: of the kernel that attends, and of the fold if it has one.
+
+        The number is that of the fold's programs for each program that attends.
+        """
         check_tensors(self._latent, plan, step, tensors)
         constants, rows = plan_constants(plan), self._whole(tensors)
         keys = KVViews(rows[:, :, None], tensors.latent[:, :, None])
@@ -203,8 +220,10 @@ class HopperLatentLauncher:
                 (*_VARYING, "cache_ptr"),
                 groups=_PLAN,
                 options=LaunchOptions(num_warps=4, waits=True),
+                is_typed=True,
             )
-            return attends, _new_fold(plan, attends, output)
+            slices = cdiv(plan.tile.tile_heads * plan.tile.query_tokens, SLICE)
+            return attends, _new_fold(plan, attends, output), slices
         fixed |= {name: constants[name] for name in _SEGMENTED} | {
             "AREA": area_of(plan.slots, plan.segment_groups, plan.head_loops),
             "STAGES": plan.hopper.num_stages,
@@ -217,8 +236,9 @@ class HopperLatentLauncher:
             (*_VARYING, "k_scale_ptr", "rope_desc"),
             groups=_PLAN,
             options=LaunchOptions(num_warps=8, waits=True),
+            is_typed=True,
         )
-        return attends, None
+        return attends, None, 0
 
 
 def _in_units(part: torch.Tensor) -> torch.Tensor:
@@ -244,7 +264,8 @@ def _new_fold(plan: SplitPlan, attends: Launcher, output: torch.Tensor) -> Launc
         "WAITS": output.is_cuda,
     }
     names = ("out_ptr", "lse_ptr", "plan")
-    return Launcher(fold_cuts_kernel, fixed, names, groups=_PLAN, options=LaunchOptions(waits=True))
+    options = LaunchOptions(waits=True)
+    return Launcher(fold_cuts_kernel, fixed, names, groups=_PLAN, options=options, is_typed=True)
 
 
 _PLAN = {"plan": PLAN_POINTERS}
