@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -101,6 +102,7 @@ MODULES = module_files(*PACKAGES)
 SHIPPED = {name: path for name, path in MODULES.items() if not name.startswith("tests")}
 
 
+@cache
 def imports_of(module: str, source: str, *, is_package: bool = False) -> list[Import]:
     """Every import in a module, wherever it stands."""
     found: list[Import] = []

@@ -27,6 +27,7 @@ from typing import Any, Final
 from builders.latent.choice import NARROW_ROWS
 from builders.launch.call import KernelCall
 from builders.sparse.hopper_tiles import MOST_NARROW_HEADS
+from tests.compile.record import Record, RecordedError
 from tests.compile.variants import (
     DEVICES,
     HOPPER_VARIANTS,
@@ -232,10 +233,15 @@ class _Device:
 
 
 class Compiler:
-    """Compiles variants in this process; equal variants are compiled once."""
+    """Compiles variants in this process; equal variants are compiled once.
 
-    def __init__(self) -> None:
+    Args:
+        record: has the facts of earlier compiles; None compiles everything.
+    """
+
+    def __init__(self, record: Record | None = None) -> None:
         self._logs: dict[str, str] = {}
+        self._record = record or Record(path=None)
 
     def compile(self, target: int, variants: Iterable[Variant]) -> dict[str, Facts]:
         """Facts of each variant, by name."""
@@ -278,12 +284,15 @@ class Compiler:
         is_invariant: bool = False,
     ) -> Facts:
         log = io.StringIO()
+        kind = f"facts {pipeline} {int(is_gluon)} {int(is_invariant)}"
         try:
-            with contextlib.redirect_stdout(log):
+            with contextlib.redirect_stdout(log), self._record.watching(kind):
                 compiled = call.kernel.warmup(grid=call.grid, **call.arguments, **call.options)
             if compiled.metadata.target.arch != target:
                 raise RuntimeError(f"compiled for {compiled.metadata.target}")
             read = read_log(self._logs.setdefault(compiled.hash, log.getvalue()))
+        except RecordedError as recorded:
+            return Facts(**recorded.facts)
         except Exception as error:
             return Facts(error=_first_line(error))
         ptx = compiled.asm["ptx"]
@@ -293,7 +302,7 @@ class Compiler:
         products = ptx.count("wgmma.mma_async")
         reads_code = is_gluon or is_invariant or products
         sass = _disassembled(compiled.asm["cubin"]) if reads_code else ""
-        return Facts(
+        facts = Facts(
             **read,
             undefined=len(undefined_reads(sass)) if is_gluon else 0,
             overwritten=len(overwritten_operands(sass)),
@@ -306,6 +315,8 @@ class Compiler:
             wide_stores=ptx.count("st.global.v4.b32"),
             pipeline=pipeline,
         )
+        self._record.note(kind, compiled.hash, asdict(facts))
+        return facts
 
 
 def _disassembled(cubin: bytes) -> str:
@@ -518,7 +529,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2)
     given = parser.parse_args()
     if given.target is not None:
-        compiler = Compiler()
+        compiler = Compiler(Record() if given.tested_only else None)
         variants = [variant for name in given.set for variant in SETS[name].variants]
         found = {
             target: compiler.compile(

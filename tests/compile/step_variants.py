@@ -35,6 +35,7 @@ from specs.cache_write import Rotation, UnrotatedLatents
 from specs.devices import ComputeCapability, GpuFacts
 from specs.layouts import KVViews
 from tests.compile.compile_matrix import Compiler
+from tests.compile.record import Record
 from tests.compile.variants import TARGETS
 
 MOST_REQUESTS: Final = 256
@@ -149,7 +150,7 @@ def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--target", type=int, nargs="+", required=True, choices=TARGETS)
-    compiler, targets = Compiler(), parser.parse_args().target
+    compiler, targets = Compiler(Record()), parser.parse_args().target
     found = {
         target: compiler.compile_calls(target, step_calls(target, MOST_REQUESTS))
         for target in targets

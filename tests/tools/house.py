@@ -23,7 +23,7 @@ import tokenize
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from types import FrameType, FunctionType
 from typing import Any, Final
@@ -406,7 +406,8 @@ def used_doors(modules: list[Module]) -> set[str]:
     return {door for door in wide if door is not None}
 
 
-def _wide_functions_of(module: Module) -> Iterator[tuple[int, str, int]]:
+@cache
+def _wide_functions_of(module: Module) -> tuple[tuple[int, str, int], ...]:
     """Line, qualified name and number of parameters of a module's wide host functions."""
 
     def visit(node: ast.AST, outer: str) -> Iterator[tuple[int, str, int]]:
@@ -422,7 +423,7 @@ def _wide_functions_of(module: Module) -> Iterator[tuple[int, str, int]]:
                     yield child.lineno, name, count
             yield from visit(child, name)
 
-    yield from visit(module.tree, "")
+    return tuple(visit(module.tree, ""))
 
 
 def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

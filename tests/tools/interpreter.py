@@ -57,6 +57,7 @@ def make_quick() -> None:
     _look_for_overflows_quickly(interpreter)
     _look_up_narrow_floats(interpreter)
     _pass_tensors_through(interpreter)
+    _combine_whole_blocks(interpreter)
 
 
 @contextmanager
@@ -323,6 +324,49 @@ def _pass_tensors_through(interpreter: Any) -> None:
         return x if type(x) is tensor else convert(self, x, check_type)
 
     semantic.to_tensor = to_tensor
+
+
+def _combine_whole_blocks(interpreter: Any) -> None:
+    """Reduce and scan by a kernel's own function in a few steps over blocks.
+
+    Triton calls the function for each element. Functions are associative, as a GPU too needs them.
+    """
+
+    def combined(self: Any, left: list[Any], right: list[Any], kinds: list[Any]) -> list[Any]:
+        tensors = [self.to_tensor(x, kind) for x, kind in zip(left + right, kinds * 2, strict=True)]
+        found = self.combine_fn.fn(*tensors)
+        return [one.handle.data for one in (found if isinstance(found, tuple) else (found,))]
+
+    def reduced(self: Any, input: tuple[Any, ...]) -> list[Any]:
+        parts, axis = self.unravel(input, self.axis)
+        kinds, blocks = [x.dtype for x in parts], [x.handle.data for x in parts]
+        while (count := blocks[0].shape[axis]) > 1:
+            # Neighbours, so that the order stays.
+            left, right = (
+                [np.take(x, range(first, count, 2), axis) for x in blocks] for first in (0, 1)
+            )
+            blocks = combined(self, left, right, kinds)
+        if self.axis is None:
+            blocks = [x if self.keep_dims else x.item() for x in blocks]
+        elif not self.keep_dims:
+            blocks = [np.squeeze(x, axis) for x in blocks]
+        return [self.to_tensor(x, kind) for x, kind in zip(blocks, kinds, strict=True)]
+
+    def scanned(self: Any, input: tuple[Any, ...]) -> list[Any]:
+        kinds, blocks = [x.dtype for x in input], [x.handle.data for x in input]
+        count, step = blocks[0].shape[self.axis], 1
+        while step < count:
+            is_behind = np.arange(count) >= step
+            shape = [count if axis == self.axis else 1 for axis in range(blocks[0].ndim)]
+            is_behind = is_behind.reshape(shape)
+            before = [np.where(is_behind, np.roll(x, step, self.axis), 0) for x in blocks]
+            after = combined(self, before, blocks, kinds)
+            blocks = [np.where(is_behind, new, x) for new, x in zip(after, blocks, strict=True)]
+            step *= 2
+        return [self.to_tensor(x, kind) for x, kind in zip(blocks, kinds, strict=True)]
+
+    interpreter.ReduceOps.generic_reduce = reduced
+    interpreter.ScanOps.generic_scan = scanned
 
 
 def variant_of(call: KernelCall) -> tuple[Any, ...]:
