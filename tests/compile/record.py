@@ -142,7 +142,7 @@ class Record:
         self._made[name] = facts
 
     def _write(self, folder: Path) -> None:
-        path = folder / f"{os.getpid()}.json"
+        path = folder / f"{os.getpid()}-{id(self)}.json"
         path.write_text(json.dumps(self._made), encoding="utf-8")
 
 
