@@ -23,47 +23,49 @@ run: $(INSTALLED)
 test: lint
 	$(BIN)/pytest -q -n auto --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-# Every kernel variant for five GPUs by four versions of Triton; writes the committed table.
+# Every kernel variant for five GPUs by four versions of Triton; writes the committed tables, and
+# the record by which `make test` compiles only what has changed since.
 test-compile: $(INSTALLED)
 	$(BIN)/python -m tests.compile.compile_matrix
+	$(BIN)/python -m tests.compile.record --anew
 
 # The plugin inside each vLLM, without a GPU. What they need is installed once, each of them in a
-# folder of its own, and without its own pins: it is imported there, not served from. Both run at the
-# same time, in one process each: importing vLLM takes longer than most of the tests.
-VLLMS := 0.26.0 0.33.0
+# folder of its own, and without its own pins: it is imported there, not served from. One process
+# each, since importing vLLM takes longer than most of the tests: `make -j2` runs two at a time.
+VLLMS := 0.33.0 0.26.0
 VLLM_VENV := .venv-vllm
 HOST_PYTEST := -q -p no:cacheprovider -o filterwarnings=default
 
-test-vllm: $(VLLMS:%=$(VLLM_VENV)/%/.installed)
-	set -e; for version in $(VLLMS); do PYTHONPATH=$(CURDIR)/$(VLLM_VENV)/$$version \
-	  $(VLLM_VENV)/bin/python -m pytest $(HOST_PYTEST) tests/vllm $(PYTEST_ARGS) & \
-	  running="$$running $$!"; \
-	done; for one in $$running; do wait $$one; done
+test-vllm: $(VLLMS:%=test-vllm-%)
+
+$(VLLMS:%=test-vllm-%): test-vllm-%: $(VLLM_VENV)/%/.installed
+	PYTHONPATH=$(CURDIR)/$(VLLM_VENV)/$* \
+	  $(VLLM_VENV)/bin/python -m pytest $(HOST_PYTEST) tests/vllm $(PYTEST_ARGS)
 
 # The integration inside each Transformers, without a GPU. What they need beside the library's own
-# environment is installed once; each of them is in a folder of its own. Both run at the same time.
+# environment is installed once; each of them is in a folder of its own.
 TRANSFORMERS := 5.17.0 5.24.0
 TRANSFORMERS_VENV := .venv-transformers
 TRANSFORMERS_SHARED := $(TRANSFORMERS_VENV)/shared
 
-test-transformers: $(TRANSFORMERS:%=$(TRANSFORMERS_VENV)/%/.installed)
-	set -e; for version in $(TRANSFORMERS); do \
-	  PYTHONPATH=$(CURDIR)/$(TRANSFORMERS_SHARED):$(CURDIR)/$(TRANSFORMERS_VENV)/$$version \
-	  $(BIN)/python -m pytest $(HOST_PYTEST) tests/transformers $(PYTEST_ARGS) & \
-	  running="$$running $$!"; \
-	done; for one in $$running; do wait $$one; done
+test-transformers: $(TRANSFORMERS:%=test-transformers-%)
+
+$(TRANSFORMERS:%=test-transformers-%): test-transformers-%: $(TRANSFORMERS_VENV)/%/.installed
+	PYTHONPATH=$(CURDIR)/$(TRANSFORMERS_SHARED):$(CURDIR)/$(TRANSFORMERS_VENV)/$* \
+	  $(BIN)/python -m pytest $(HOST_PYTEST) tests/transformers $(PYTEST_ARGS)
 
 # The plugin inside each SGLang, in the same way.
 SGLANGS := 0.5.16 0.5.23
 SGLANG_VENV := .venv-sglang
 SGLANG_SHARED := $(SGLANG_VENV)/shared
 
-test-sglang: $(SGLANGS:%=$(SGLANG_VENV)/%/.installed)
-	set -e; for version in $(SGLANGS); do \
-	  PYTHONPATH=$(CURDIR)/$(SGLANG_SHARED):$(CURDIR)/$(SGLANG_VENV)/$$version \
-	  $(BIN)/python -m pytest $(HOST_PYTEST) tests/sglang $(PYTEST_ARGS) & \
-	  running="$$running $$!"; \
-	done; for one in $$running; do wait $$one; done
+test-sglang: $(SGLANGS:%=test-sglang-%)
+
+$(SGLANGS:%=test-sglang-%): test-sglang-%: $(SGLANG_VENV)/%/.installed
+	PYTHONPATH=$(CURDIR)/$(SGLANG_SHARED):$(CURDIR)/$(SGLANG_VENV)/$* \
+	  $(BIN)/python -m pytest $(HOST_PYTEST) tests/sglang $(PYTEST_ARGS)
+
+.PHONY: $(VLLMS:%=test-vllm-%) $(TRANSFORMERS:%=test-transformers-%) $(SGLANGS:%=test-sglang-%)
 
 # The pages of docs/ as a site, which needs no network to be read: build/site/index.html.
 DOCS_INSTALLED := $(VENV)/.docs-installed

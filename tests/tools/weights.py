@@ -9,20 +9,24 @@ from __future__ import annotations
 from typing import Final
 
 HEAVIEST: Final = (
-    "tests/compile/test_models_fit.py",
-    "tests/compile/test_compile.py",
-    "tests/dense/test_hopper.py",
-    "tests/cli/test_run.py",
-    "tests/compile/test_sparse_compile.py",
     "tests/conformance/test_conformance.py",
-    "tests/docs/test_docs.py",
-    "tests/vendor/test_flashinfer_mla.py",
-    "tests/compile/test_step_compile.py",
+    "tests/cli/test_run.py",
+    "tests/test_mutations.py",
+    "tests/sparse/test_sparse_ranks.py",
     "tests/splitkv/test_split_kernel.py",
-    "tests/splitkv/test_split_kv.py",
-    "tests/latent/test_mla_decode.py",
-    "tests/dense/test_tile_borders.py",
+    "tests/vendor/test_trtllm_mla.py",
+    "tests/vendor/test_trtllm_mha.py",
+    "tests/compile/test_models_fit.py",
+    "tests/vendor/test_trtllm_mla_fp8.py",
+    "tests/sparse/test_sparse_indexer.py",
+    "tests/sparse/test_sparse_mla.py",
+    "tests/sparse/test_hopper_sparse.py",
     "tests/docs/test_examples.py",
+    "tests/dense/test_hopper_segmented.py",
+    "tests/latent/test_hopper_mla.py",
+    "tests/vendor/test_flashinfer_mla.py",
+    "tests/bench/test_bench_kernels.py",
+    "tests/test_architecture.py",
 )
 """Files that take half a minute or more, the longest first; all other files follow by name."""
 
