@@ -523,6 +523,7 @@ _NAMES: dict[str, Any] = {
     "e4m3_planes": _e4m3_planes,
     "opaque_zero": lambda: 0,
     "prefetch_l2": _nothing,
+    "prefetch_lines": _nothing,
     "let_kernels_behind_start": _nothing,
     "wait_for_kernels_before": _open,
 }

@@ -76,10 +76,40 @@ def _load_tile(key_tile, stage, pages, cache, ring):
 
 
 @gluon.jit
-def produce_narrow(num_rows, cache, ring, plan, mask, out, HEADS: gl.constexpr):
+def prefetch_lines(ptr):
+    """Prefetch into L2 the lines of memory at ``ptr``, a tensor of pointers."""
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [ptr.to(gl.int64, bitcast=True)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _prefetch_queries(r, fields, query, plan, tile):
+    """Prefetch the queries of work item ``r`` into L2; ``fields`` points to its numbers."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [1, 1], [1, 0])
+    row = gl.arange(0, 16, layout=gl.SliceLayout(1, LAYOUT))
+    line = gl.arange(0, 8, layout=gl.SliceLayout(0, LAYOUT))
+    token = gl.load(fields + 1)
+    rows = gl.load(fields + 2) * tile.TILE_HEADS
+    lane = gl.program_id(0) % plan.HEADS
+    in_group = (r % plan.HEAD_LOOPS * plan.HEADS + lane) * tile.TILE_HEADS
+    head = in_group + row % tile.TILE_HEADS
+    # Rows that are not there ask for the first row again.
+    is_there = (row < rows) & (head < tile.GROUP)
+    tokens = gl.where(is_there, token + row // tile.TILE_HEADS, token)
+    head = gl.where(is_there, head, in_group)
+    prefetch_lines(query.absorbed_at(tokens, head)[:, None] + (line * 64)[None, :])
+    prefetch_lines(query.rotary_at(tokens, head))
+
+
+@gluon.jit
+def produce_narrow(num_rows, query, cache, ring, plan, mask, out, tile):
     """Load the latent rows of the program's share, tile after tile; then clear padding.
 
-    One warp runs this. It is done before the consumers are, so that padding costs no time.
+    One warp runs this. It is done before the consumers are, so that padding costs no time. The
+    queries of a work item are prefetched while the program attends to the item before it: consumers
+    wait for them when they begin.
     """
     KV_TILE: gl.constexpr = ring.KV_TILE
     first_row, begin, past_row, mine, fields = share_at(plan.shares_ptr, plan.HEADS)
@@ -90,6 +120,9 @@ def produce_narrow(num_rows, cache, ring, plan, mask, out, HEADS: gl.constexpr):
         # A block table has fewer than 2^31 entries, so that 32 bits hold the offset.
         table = cache.table_ptr + work.req * cache.table_row
         pages = pages_of(table, low, start, kv_len, KV_TILE, ring.RUN, cache.BLOCK_SIZE)
+        fields = plan.rows_ptr + ((r + 1) // plan.HEAD_LOOPS) * FIELDS
+        if r + 1 < past_row:
+            _prefetch_queries(r + 1, fields, query, plan, tile)
         for key_tile in range(low, high):
             stage = turn % ring.STAGES
             # Page ids are loaded one tile ahead; those past the part's last tile are not used.
@@ -101,8 +134,7 @@ def produce_narrow(num_rows, cache, ring, plan, mask, out, HEADS: gl.constexpr):
             pages = ahead
             turn += 1
         begin = 0
-        fields = plan.rows_ptr + ((r + 1) // plan.HEAD_LOOPS) * FIELDS
-    clear_padding(num_rows, plan, out, 0, HEADS)
+    clear_padding(num_rows, plan, out, 0, tile.GROUP)
 
 
 @gluon.jit(
@@ -262,7 +294,7 @@ def hopper_mla_narrow_kernel(
     gl.warp_specialize(
         [
             (consume_narrow, (query, cache, ring, room, plan, mask, out, tile)),
-            (produce_narrow, (num_rows, cache, ring, plan, mask, out, GROUP)),
+            (produce_narrow, (num_rows, query, cache, ring, plan, mask, out, tile)),
         ],
         [1],
         [_REGISTERS],
