@@ -1,5 +1,5 @@
 import sys
-sys.path.insert(0, "/tmp/h/gpu61/exch")
+sys.path.insert(0, ".")
 import os
 import pytest
 @pytest.hookimpl(tryfirst=True)
@@ -21,7 +21,7 @@ def pytest_collection(session):
             with lock:
                 before = g._load(at); g._store(at, before + x)
             if int(x) == 16:
-                with open("/tmp/h/exch_met.txt", "a") as f: f.write("met\n")
+                with open("._met.txt", "a") as f: f.write("met\n")
             return before
         g._GLUON.atomic_add = add
         def run(call, programs, translation):
