@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeVar
 
-from builders.launch.call import is_by_ptxas_13
+from builders.launch.call import is_by_ptxas_13, triton_version
 from builders.splitkv.tiles import (
     DenseShape,
     HopperDecodeTile,
@@ -245,10 +245,15 @@ def _segmented_tile(packed: int, run: int, kv_tile: int, width: int, extra: int)
     Args:
         packed: query heads of a tile.
         run: consecutive tokens of a page, or more than a tile has.
-        kv_tile: keys of a tile.
+        kv_tile: keys of the split-KV kernel's tile.
         width: columns of the first product.
         extra: columns of the second product, or 0.
     """
+    # With wide heads a tile has the keys of two of the split-KV kernel's, whose scores are one
+    # product. A product of fewer keys waits for shared memory, from which it reads the queries.
+    # ptxas of Triton 3.8 and 3.9 has too few registers for that, and orders products one by one.
+    halves = 2 if width + extra > 128 and triton_version() < (3, 8) else 1
+    kv_tile *= halves
     # ptxas 13 keeps more values in registers.
     stores = width + extra > (64 if is_by_ptxas_13() else 128)
     # Queries of narrow heads leave room for those of the next tile.
@@ -257,7 +262,7 @@ def _segmented_tile(packed: int, run: int, kv_tile: int, width: int, extra: int)
     stages = min(room // (4 * kv_tile * (width + extra)), 6)
     return HopperTile(
         packed, 2, kv_tile, width, min(run, kv_tile), query_stages, stages, 232 if stores else 240,
-        extra, stores,
+        extra, stores, halves,
     )  # fmt: skip
 
 

@@ -26,10 +26,15 @@ def is_by_ptxas_13() -> bool:
     ptxas 13 keeps values in registers that ptxas 12 computes anew. With it, Triton can have LLVM
     order instructions so that they need few registers.
     """
+    return triton_version() >= (3, 9)
+
+
+def triton_version() -> tuple[int, ...]:
+    """The first two numbers of Triton's version."""
     # Imported only here, since Triton decides when it is imported whether it interprets.
     import triton
 
-    return tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 9)
+    return tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
 @contextmanager

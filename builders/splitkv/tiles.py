@@ -145,6 +145,8 @@ class HopperTile:
     where keys and values have one head size."""
     stores_totals: bool = False
     """Outputs over earlier segments wait in memory and not in registers (batch invariance)."""
+    halves: int = 1
+    """Parts of a tile of keys whose weights are computed one after the other: 1 or 2."""
 
     @property
     def rows_per_group(self) -> int:

@@ -35,3 +35,28 @@ def program_number():
             "mov.u32 $0, %ctaid.x;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
         )
     return number
+
+
+@gluon.jit
+def hidden_program():
+    """``gl.program_id(0)``, found out where it is used."""
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, %ctaid.x;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def hidden_programs():
+    """``gl.num_programs(0)``, found out where it is used."""
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, %nctaid.x;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def hidden_pointer(at):
+    """``at``, hidden from the compiler."""
+    number = gl.inline_asm_elementwise(
+        "mov.b64 $0, $1;", "=l,l", [at.to(gl.int64)], dtype=gl.int64, is_pure=False, pack=1
+    )
+    return number.to(at.dtype, bitcast=True)

@@ -467,6 +467,8 @@ class Shape:
     """int, warp groups that multiply, each 64 rows of a tile."""
     KV_TILE: gl.constexpr
     """int, tokens of a tile of keys."""
+    KEYS: gl.constexpr
+    """int, keys whose weights are computed at once: KV_TILE, or half of it."""
     WIDTH: gl.constexpr
     """int, columns of queries, keys and values in shared memory, a multiple of 64."""
     EXTRA: gl.constexpr
@@ -482,7 +484,7 @@ class Shape:
     VALUE: gl.constexpr
     """Type of values in shared memory, and of weights."""
     SCORES: gl.constexpr
-    """Layout of scores ``[64, KV_TILE]``."""
+    """Layout of scores ``[64, KEYS]``."""
     OUTPUT: gl.constexpr
     """Layout of outputs ``[64, WIDTH]``."""
     HELD: gl.constexpr

@@ -143,6 +143,7 @@ def hopper_prefill_kernel(
     SEGMENTS_PER_GROUP: gl.constexpr,
     SUMS: gl.constexpr,
     TOTALS_STORED: gl.constexpr,
+    KEYS: gl.constexpr,
 ):
     """Attention of requests with many new tokens; grid ``(programs,)``, any number of them.
 
@@ -186,7 +187,7 @@ def hopper_prefill_kernel(
     DTYPE: gl.constexpr = q_desc.dtype
     HALVES: gl.constexpr = WIDTH // 64
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    JOINT: gl.constexpr = is_joint(WIDTH + EXTRA, KIND)
+    JOINT: gl.constexpr = is_joint(WIDTH + EXTRA, KIND, KV_TILE // KEYS)
     # Columns of values beyond WIDTH.
     VALUE_EXTRA: gl.constexpr = EXTRA if SIZE > WIDTH else 0
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -264,9 +265,9 @@ def hopper_prefill_kernel(
         v_words = reinterpret(v_boxes, gl.int32, [STAGES, KV_TILE, WIDTH // 2], WORDS)
     wait_for_kernels_before()
     shape = Shape(
-        GROUP=GROUP, PACKED=PACKED, WARP_GROUPS=WARP_GROUPS, KV_TILE=KV_TILE, WIDTH=WIDTH,
-        EXTRA=EXTRA, SIZE=SIZE, KIND=KIND, DTYPE=DTYPE, VALUE=VALUE,
-        SCORES=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16]),
+        GROUP=GROUP, PACKED=PACKED, WARP_GROUPS=WARP_GROUPS, KV_TILE=KV_TILE, KEYS=KEYS,
+        WIDTH=WIDTH, EXTRA=EXTRA, SIZE=SIZE, KIND=KIND, DTYPE=DTYPE, VALUE=VALUE,
+        SCORES=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16]),
         OUTPUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16]),
         HELD=HELD,
         EXTRA_OUTPUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, max(EXTRA, 16), 16]),

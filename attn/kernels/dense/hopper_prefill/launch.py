@@ -201,10 +201,11 @@ class HopperLauncher(HopperVariants[HopperPlan]):
             "SINKS": tensors.sinks is not None,
             "FP8_OUT": tensors.output_scale is not None,
             "LSE": lse is not None,
-            "SEGMENT_UNIT": 0 if cuts is None else cuts.segment_unit,
+            "SEGMENT_UNIT": 0 if cuts is None else cuts.segment_unit * tile.halves,
             "SEGMENTS_PER_GROUP": 0 if cuts is None else cuts.segment_group,
             "SUMS": 0 if cuts is None else cuts.sums_apart,
             "TOTALS_STORED": tile.stores_totals,
+            "KEYS": tile.kv_tile // tile.halves,
         }
         if cuts is None:
             fixed |= dict.fromkeys(_SCRATCH)

@@ -8,7 +8,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attn.kernels.dense.hopper_prefill.scheduler import publish, tile_at
 from attn.kernels.lang.compat import async_load
-from attn.kernels.lang.structures import QueryTile
+from attn.kernels.lang.opaque import hidden_pointer, hidden_program
+from attn.kernels.lang.structures import Cache, QueryTile
 
 _LEAD = gl.constexpr(2)
 """Tiles of keys that are still to be asked for when the next tile of queries is taken."""
@@ -121,7 +122,7 @@ def produce(queries, rings, cache, schedule, mask, shape):
     ASCENDING: gl.constexpr = shape.ASCENDING
     num_tiles = gl.load(schedule.num_tiles_ptr)
     total = num_tiles * schedule.HEADS
-    work = gl.program_id(0)
+    work = hidden_program() if shape.KEYS < shape.KV_TILE else gl.program_id(0)
     turn = 0
     done = 0
     tile = tile_at(gl.minimum(work, total - 1), num_tiles, schedule, mask, shape)
@@ -131,10 +132,19 @@ def produce(queries, rings, cache, schedule, mask, shape):
         if cache.BLOCK_SIZE == 0:
             # Keys lie as queries do.
             table = tile.row - tile.position
+        pages = cache
+        if shape.KEYS < shape.KV_TILE:
+            # What depends on the table was computed at the kernel's beginning, and spilled.
+            pages = Cache(
+                k_desc=cache.k_desc, v_desc=cache.v_desc,
+                table_ptr=hidden_pointer(cache.table_ptr), table_row=cache.table_row,
+                k_scale_ptr=cache.k_scale_ptr, v_scale_ptr=cache.v_scale_ptr,
+                scale_head=cache.scale_head, BLOCK_SIZE=cache.BLOCK_SIZE,
+            )  # fmt: skip
         kv_head = tile.head * shape.PACKED // shape.GROUP
         _load_tile(
             rings.keys, cache.k_desc, table, kv_head, _key_tile(tile, 0, ASCENDING), tile, done,
-            done, cache,
+            done, pages,
         )  # fmt: skip
         load_queries(turn, tile, queries, shape, 1)
         # In the midst of loads it costs nothing: what is asked for next has to wait for room. Late,
@@ -147,11 +157,11 @@ def produce(queries, rings, cache, schedule, mask, shape):
             if not ASCENDING:
                 key_tile = gl.maximum(key_tile, 0)
             _load_tile(
-                rings.keys, cache.k_desc, table, kv_head, key_tile, tile, done + i, done + i, cache
+                rings.keys, cache.k_desc, table, kv_head, key_tile, tile, done + i, done + i, pages
             )  # fmt: skip
             _load_tile(
                 rings.values, cache.v_desc, table, kv_head, _key_tile(tile, i - 1, ASCENDING),
-                tile, done + i - 1, done + i - 1, cache, not JOINT,
+                tile, done + i - 1, done + i - 1, pages, not JOINT,
             )  # fmt: skip
             if LATE:
                 # As a maximum of both, ptxas of Triton 3.7 has a register too few.
@@ -165,7 +175,7 @@ def produce(queries, rings, cache, schedule, mask, shape):
         _load_tile(
             rings.values, cache.v_desc, table, kv_head,
             before.low + (count - 1) if ASCENDING else before.low, before, done - 1,
-            done - 1 + MORE, cache,
+            done - 1 + MORE, pages,
         )  # fmt: skip
         turn += 1
     say_the_end(turn, queries, 1)

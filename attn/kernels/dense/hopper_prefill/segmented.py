@@ -38,7 +38,7 @@ from attn.kernels.dense.tile import (
 )
 from attn.kernels.lang.masks import biased
 from attn.kernels.lang.numerics import product
-from attn.kernels.lang.opaque import opaque_zero
+from attn.kernels.lang.opaque import hidden_program, hidden_programs, opaque_zero
 from attn.kernels.lang.structures import Folded, KeyRun
 from builders.launch.call import is_by_ptxas_13
 from builders.splitkv.device.segments import segment_of, segment_start
@@ -79,11 +79,24 @@ def _softmax(
 @gluon.constexpr_function
 def _assembly_of(count: int) -> str:
     """Hand ``count`` registers on, behind an event that is counted if one is negative."""
-    ored = " ".join(f"or.b32 a, a, ${count + i};" for i in range(1, count))
     moved = " ".join(f"mov.b32 ${i}, ${count + i};" for i in range(count))
+    # A tree: each level takes three numbers at a time.
+    level, made, ored = [f"${count + i}" for i in range(count)], 0, []
+    while len(level) > 1:
+        above = []
+        for i in range(0, len(level), 3):
+            three = level[i : i + 3]
+            if len(three) == 1:
+                above += three
+                continue
+            three += [three[0]] * (3 - len(three))
+            ored.append(f"lop3.b32 a{made}, {three[0]}, {three[1]}, {three[2]}, 0xfe;")
+            above.append(f"a{made}")
+            made += 1
+        level = above
     return (
-        "{ .reg .pred p; .reg .b32 a; "
-        f"mov.b32 a, ${count}; {ored} setp.lt.s32 p, a, 0; @p pmevent 1; {moved} }}"
+        f"{{ .reg .pred p; .reg .b32 a<{made}>; "
+        f"{' '.join(ored)} setp.lt.s32 p, {level[0]}, 0; @p pmevent 1; {moved} }}"
     )
 
 
@@ -126,8 +139,12 @@ def _fold_outputs(acc, old, new_acc, new):
 @gluon.jit
 def _slots(PART: gl.constexpr, shape):
     """A warp group's slots: for whole segment groups, and for the segments of one."""
-    own = gl.program_id(0) * shape.WARP_GROUPS + PART + opaque_zero()
-    return own, own + gl.num_programs(0) * shape.WARP_GROUPS
+    if shape.KEYS < shape.KV_TILE:
+        own, programs = hidden_program(), hidden_programs()
+    else:
+        own, programs = gl.program_id(0) + opaque_zero(), gl.num_programs(0)
+    own = own * shape.WARP_GROUPS + PART
+    return own, own + programs * shape.WARP_GROUPS
 
 
 @gluon.jit
@@ -309,42 +326,99 @@ def _finished(PART: gl.constexpr, acc, rest, m, l, folded, run, scaling, segment
 
 
 @gluon.jit
+def _weights(
+    scores, m, l, first_key, rows, kv_len, scaling, mask, segments, shape, MASKED: gl.constexpr
+):
+    """Weights of KEYS scores, the new maximum and sums, and what the row's past is worth."""
+    weights, m, sums, shrink = _softmax(
+        scores, m, first_key, rows, kv_len, scaling, mask, segments.SUMS, MASKED
+    )
+    l = _with_sums(l, shrink, sums)
+    if shape.HELD:
+        l = _computed(l)
+    return weights, m, l, shrink
+
+
+@gluon.jit
+def _scaled_both(acc, rest, shrink, values):
+    acc = scaled(acc, shrink)
+    if values.EXTRA > 0:
+        rest = scaled(rest, shrink)
+    return acc, rest
+
+
+@gluon.jit
+def _own_scores(scores, shape):
+    """A tile's scores: all of them, or those of its first half; and those of its second."""
+    first, second = scores, scores
+    if shape.KEYS < shape.KV_TILE:
+        first, second = halves_of(scores)
+        first = gl.convert_layout(first, shape.SCORES, assert_trivial=True)
+        second = gl.convert_layout(second, shape.SCORES, assert_trivial=True)
+    return first, second
+
+
+@gluon.jit
+def _second_half(
+    PART: gl.constexpr, pairs, scores, m, l, acc, rest, number, now, parity, tile, rows, rings,
+    scaling, mask, segments, shape, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Output of the first half of a tile of keys, whose weights are ``pairs``; under it weights of
+    the second half.
+    """
+    if MASKED:
+        if number == tile.high - 1:
+            parity = clear_behind(PART, now, parity, tile, rings, shape)
+    rings.values.wait_full(now, tile.high > 0)
+    left = unpack(pairs, shape.VALUE, shape.KEYS, gl.DotOperandLayout(0, shape.OUTPUT, 2))
+    acc, rest = output_of(left, now, acc, rest, rings.values, 0)
+    weights, m, l, shrink = _weights(
+        scores, m, l, number * shape.KV_TILE + shape.KEYS, rows, tile.kv_len, scaling, mask,
+        segments, shape, MASKED,
+    )  # fmt: skip
+    acc, rest = awaited(acc, rest, rings.values, 0)
+    acc, rest = _scaled_both(acc, rest, shrink, rings.values)
+    return pack(weights, shape.VALUE, shape.KEYS), m, l, acc, rest, parity
+
+
+@gluon.jit
 def _step(
-    PART: gl.constexpr, number, done, place, opens, acc, rest, pairs, m, l, folded, tile, run, rows,
-    queries, rings, scaling, mask, segments, shape, MASKED: gl.constexpr,
+    PART: gl.constexpr, number, done, place, opens, parity, acc, rest, pairs, m, l, folded, tile,
+    run, rows, queries, rings, scaling, mask, segments, shape, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Scores of tile ``number`` of keys, output of the tile before it.
 
     The queries are those of ``place`` in their ring; ``done`` tiles of keys have been walked ahead
     of the run. Tile ``opens`` begins the next segment: then the state of the one before is complete
-    once the output is.
+    once the output is. With tiles of two halves the output is that of the second half of the tile
+    before, and of the first half of this one.
     """
     EARLY: gl.constexpr = shape.WIDTH + shape.EXTRA > 64
     OUTPUT: gl.constexpr = shape.OUTPUT
+    HALVES: gl.constexpr = shape.KV_TILE // shape.KEYS
     is_first = number == opens
     old, new = m, m
     if is_first:
         folded, old, new = _closed(m, l, folded, scaling, segments)
         m = gl.full([64], float("-inf"), gl.float32, m.type.layout)
         l = gl.zeros_like(l)
-    left = unpack(pairs, shape.VALUE, shape.KV_TILE, gl.DotOperandLayout(0, OUTPUT, 2))
+    left = unpack(pairs, shape.VALUE, shape.KEYS, gl.DotOperandLayout(0, OUTPUT, 2))
     now = done + number - run.low
     before = now - 1
     rings.keys.wait_full(now)
     scores = scores_of(place, now, queries, rings.keys, shape)
-    rings.values.wait_full(before)
-    acc, rest = output_of(left, before, acc, rest, rings.values)
+    if HALVES == 1:
+        rings.values.wait_full(before)
+    acc, rest = output_of(left, before, acc, rest, rings.values, HALVES - 1)
     scores = warpgroup_mma_wait(2 if rings.values.EXTRA > 0 else 1, deps=[scores])
-    if EARLY:
+    if EARLY and not rings.JOINT:
         rings.keys.give_back(now)
-    if queries.STAGES == 1:
+    if queries.STAGES == 1 and (MASKED or HALVES == 1):
         mbarrier.arrive(queries.empty.index(0), count=1, pred=number == run.end - 1)
-    weights, m, sums, shrink = _softmax(
-        scores, m, number * shape.KV_TILE, rows, tile.kv_len, scaling, mask, segments.SUMS, MASKED
+    own, others = _own_scores(scores, shape)
+    weights, m, l, shrink = _weights(
+        own, m, l, number * shape.KV_TILE, rows, tile.kv_len, scaling, mask, segments, shape, MASKED
     )
-    l = _with_sums(l, shrink, sums)
-    if shape.HELD:
-        l = _computed(l)
     acc, rest = awaited(acc, rest, rings.values, 0)
     if rings.JOINT:
         rings.keys.give_back(now)
@@ -358,10 +432,15 @@ def _step(
         if rings.values.EXTRA > 0:
             rest = gl.zeros_like(rest)
         opens = _behind(number, segments)
-    acc = scaled(acc, shrink)
-    if rings.values.EXTRA > 0:
-        rest = scaled(rest, shrink)
-    return opens, acc, rest, pack(weights, shape.VALUE, shape.KV_TILE), m, l, folded
+    acc, rest = _scaled_both(acc, rest, shrink, rings.values)
+    # Ahead of the wait, ptxas orders products one after the other.
+    pairs = pack(weights, shape.VALUE, shape.KEYS)
+    if HALVES == 2:
+        pairs, m, l, acc, rest, parity = _second_half(
+            PART, pairs, others, m, l, acc, rest, number, now, parity, tile, rows, rings, scaling,
+            mask, segments, shape, MASKED,
+        )  # fmt: skip
+    return opens, parity, acc, rest, pairs, m, l, folded
 
 
 @gluon.jit
@@ -398,22 +477,37 @@ def _normalised(acc, sums, out):
 
 
 @gluon.jit
-def _first_weights(scores, now, tile, run, queries, keys, scaling, mask, segments, shape):
-    """Weights, maximum and sums of a run's first keys.
+def _first_weights(
+    PART: gl.constexpr, scores, now, parity, tile, run, queries, rings, scaling, mask, segments,
+    shape,
+):  # fmt: skip
+    """Weights, maximum and sums of a run's first keys, and the output so far.
 
     Waits for their scores, and gives back the keys, and queries that are not needed any more.
     """
+    HALVES: gl.constexpr = shape.KV_TILE // shape.KEYS
     scores = warpgroup_mma_wait(0, deps=[scores])
-    keys.give_back(now, tile.high > 0)
+    rings.keys.give_back(now, tile.high > 0)
     if queries.STAGES == 1:
         is_last = (tile.high > 0) & (run.end - run.low == 1)
         mbarrier.arrive(queries.empty.index(0), count=1, pred=is_last)
     rows = rows_of(tile, mask, shape)
     m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, shape.SCORES))
+    acc = gl.zeros([64, shape.WIDTH], gl.float32, shape.OUTPUT)
+    rest = m
+    if rings.values.EXTRA > 0:
+        rest = gl.zeros([64, shape.EXTRA], gl.float32, shape.EXTRA_OUTPUT)
+    own, others = _own_scores(scores, shape)
     weights, m, l, _ = _softmax(
-        scores, m, run.low * shape.KV_TILE, rows, tile.kv_len, scaling, mask, segments.SUMS, True
+        own, m, run.low * shape.KV_TILE, rows, tile.kv_len, scaling, mask, segments.SUMS, True
     )
-    return pack(weights, shape.VALUE, shape.KV_TILE), m, l
+    pairs = pack(weights, shape.VALUE, shape.KEYS)
+    if HALVES == 2:
+        pairs, m, l, acc, rest, parity = _second_half(
+            PART, pairs, others, m, l, acc, rest, run.low, now, parity, tile, rows, rings, scaling,
+            mask, segments, shape, True,
+        )  # fmt: skip
+    return pairs, m, l, acc, rest, parity
 
 
 @gluon.jit
@@ -456,6 +550,7 @@ def consume_segments(
     that changes no bit of its states.
     """
     OUTPUT: gl.constexpr = shape.OUTPUT
+    HALVES: gl.constexpr = shape.KV_TILE // shape.KEYS
     turn = 0
     done = 0
     parity = 0
@@ -463,34 +558,30 @@ def consume_segments(
     tile = part_told(PART, 0, queries, shape)
     run = _run_from(tile.low, tile, tile.low < 0, segments)
     scores = first_scores(PART, done, tile, queries, rings.keys, shape)
-    pairs, m, l = _first_weights(
-        scores, done, tile, run, queries, rings.keys, scaling, mask, segments, shape
+    pairs, m, l, acc, rest, parity = _first_weights(
+        PART, scores, done, parity, tile, run, queries, rings, scaling, mask, segments, shape
     )
     while tile.high > 0:
         rows = rows_of(tile, mask, shape)
         inner, edge = _tiles_seen(tile, run, rows, mask, shape.KV_TILE)
-        acc = gl.zeros([64, shape.WIDTH], gl.float32, OUTPUT)
-        rest = m
-        if rings.values.EXTRA > 0:
-            rest = gl.zeros([64, shape.EXTRA], gl.float32, shape.EXTRA_OUTPUT)
         folded = _empty(shape, segments)
         opens = _behind(run.low, segments)
         place = (turn % queries.STAGES) * shape.WARP_GROUPS + PART
         if mask.WINDOW or mask.CHUNK:
             for i in range(run.low + 1, inner):
-                opens, acc, rest, pairs, m, l, folded = _step(
-                    PART, i, done, anew(place, _LOW), opens, acc, rest, pairs, m, l, folded, tile,
-                    run, rows, queries, rings, scaling, mask, segments, shape, True,
+                opens, parity, acc, rest, pairs, m, l, folded = _step(
+                    PART, i, done, anew(place, _LOW), opens, parity, acc, rest, pairs, m, l, folded,
+                    tile, run, rows, queries, rings, scaling, mask, segments, shape, True,
                 )  # fmt: skip
         for i in range(inner, edge):
-            opens, acc, rest, pairs, m, l, folded = _step(
-                PART, i, done, anew(place, _INNER), opens, acc, rest, pairs, m, l, folded, tile,
-                run, rows, queries, rings, scaling, mask, segments, shape, False,
+            opens, parity, acc, rest, pairs, m, l, folded = _step(
+                PART, i, done, anew(place, _INNER), opens, parity, acc, rest, pairs, m, l, folded,
+                tile, run, rows, queries, rings, scaling, mask, segments, shape, False,
             )  # fmt: skip
         for i in range(edge, run.high):
-            opens, acc, rest, pairs, m, l, folded = _step(
-                PART, i, done, anew(place, _EDGE), opens, acc, rest, pairs, m, l, folded, tile,
-                run, rows, queries, rings, scaling, mask, segments, shape, True,
+            opens, parity, acc, rest, pairs, m, l, folded = _step(
+                PART, i, done, anew(place, _EDGE), opens, parity, acc, rest, pairs, m, l, folded,
+                tile, run, rows, queries, rings, scaling, mask, segments, shape, True,
             )  # fmt: skip
         is_last = run.high == run.end
         finished = tile
@@ -498,13 +589,18 @@ def consume_segments(
             # Read again, since there are no registers to keep it in.
             finished = part_told(PART, turn % queries.STAGES, queries, shape)
             mbarrier.arrive(queries.empty.index(turn % queries.STAGES), count=1, pred=is_last)
-        weights = unpack(pairs, shape.VALUE, shape.KV_TILE, gl.DotOperandLayout(0, OUTPUT, 2))
+        elif HALVES == 2:
+            # If the last tile was one of those that every row sees.
+            last_here = is_last & (inner < edge) & (edge == run.high)
+            mbarrier.arrive(queries.empty.index(0), count=1, pred=last_here)
+        weights = unpack(pairs, shape.VALUE, shape.KEYS, gl.DotOperandLayout(0, OUTPUT, 2))
         done += run.high - run.low
         before = done - 1
-        if is_last:
-            parity = clear_behind(PART, before, parity, finished, rings, shape)
-        rings.values.wait_full(before)
-        acc, rest = output_of(weights, before, acc, rest, rings.values)
+        if HALVES == 1:
+            if is_last:
+                parity = clear_behind(PART, before, parity, finished, rings, shape)
+            rings.values.wait_full(before)
+        acc, rest = output_of(weights, before, acc, rest, rings.values, HALVES - 1)
         # The next run, of these queries or of the next. After the last one its scores are of
         # whatever is there.
         ended = run
@@ -527,6 +623,6 @@ def consume_segments(
         # A run that others follow writes no row.
         left = gl.where(ended.high == ended.end, finished.left, 0)
         _write(m, l, acc, rest, finished, left, out, rings.values, shape)
-        pairs, m, l = _first_weights(
-            scores, done, tile, run, queries, rings.keys, scaling, mask, segments, shape
+        pairs, m, l, acc, rest, parity = _first_weights(
+            PART, scores, done, parity, tile, run, queries, rings, scaling, mask, segments, shape
         )

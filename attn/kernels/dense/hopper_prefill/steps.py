@@ -129,10 +129,11 @@ def scores_of(place, turn, queries, keys, shape):
     """
     q = queries.tiles.index(place)
     stage = turn % keys.STAGES
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shape.KV_TILE, 16])
     scores = warpgroup_mma(
         q,
         keys.tiles.index(stage).permute((1, 0)),
-        gl.zeros([64, shape.KV_TILE], gl.float32, shape.SCORES),
+        gl.zeros([64, shape.KV_TILE], gl.float32, SCORES),
         use_acc=False,
         is_async=True,
     )
@@ -147,12 +148,22 @@ def scores_of(place, turn, queries, keys, shape):
 
 
 @gluon.jit
-def output_of(left, turn, acc, rest, values):
-    """Output of a tile of values, under way: of EXTRA columns in a product of its own, ``rest``."""
+def output_of(left, turn, acc, rest, values, PART: gl.constexpr = 0):
+    """Output of a tile of values, under way: of EXTRA columns in a product of its own, ``rest``.
+
+    Where ``left`` are weights of fewer keys, those of number PART among such parts of the tile.
+    """
+    KEYS: gl.constexpr = left.shape[1]
     stage = turn % values.STAGES
-    acc = warpgroup_mma(left, values.tiles.index(stage), acc, is_async=True)
+    right = values.tiles.index(stage)
+    if KEYS < values.KV_TILE:
+        right = right.slice(PART * KEYS, KEYS, dim=0)
+    acc = warpgroup_mma(left, right, acc, is_async=True)
     if values.EXTRA > 0:
-        rest = warpgroup_mma(left, values.extra_tiles.index(stage), rest, is_async=True)
+        more = values.extra_tiles.index(stage)
+        if KEYS < values.KV_TILE:
+            more = more.slice(PART * KEYS, KEYS, dim=0)
+        rest = warpgroup_mma(left, more, rest, is_async=True)
     return acc, rest
 
 
