@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -30,11 +31,33 @@ from tests.gpu import test_gpu_triton_attn as gpu
 from tests.gpu.test_gpu_triton_attn import BLOCK, DEVICE, Results, Setup
 
 HERE = detect_device().compute_capability
+CACHES = (CacheDType.AUTO, CacheDType.FP8_E4M3)
 CASES = [
     case
     for case in cases_for(TritonMLABackend)
     if isinstance(case, LatentCase) and is_latent_served(case)
 ]
+LONG_CASES = [
+    LatentCase(
+        BatchSpec("latent_long", (2, 1, 3, 1), (1100, 9000, 4097, 20), num_speculative_tokens=2),
+        heads,
+        DType.BFLOAT16,
+        cache_dtype,
+        block_size=block_size,
+    )
+    for heads, block_size, cache_dtype in product((1, 16, 64, 128), (16, 48, 64, 128), CACHES)
+]
+"""Rows of many segments."""
+SHORT_CASES = [
+    LatentCase(
+        BatchSpec("latent_short", (1, 1, 1, 1, 0), (1, 300, 70, 2000, 0)),
+        heads,
+        DType.BFLOAT16,
+        cache_dtype,
+    )
+    for heads, cache_dtype in product((3, 7, 12, 20, 24, 40, 48, 96), CACHES)
+]
+"""Decodes of any number of heads."""
 PLAIN = Setup(heads=16, num_blocks=2048, decode_kernel=DecodeKernel.HOPPER)
 """A setup of latent layers: its KV heads and head size are not used."""
 E4M3 = replace(PLAIN, cache_dtype=CacheDType.FP8_E4M3)
@@ -163,22 +186,14 @@ def test_every_case_that_it_serves_is_right(case: LatentCase) -> None:
     check_case(TritonMLABackend, case, DEVICE)
 
 
-@pytest.mark.parametrize("cache_dtype", [CacheDType.AUTO, CacheDType.FP8_E4M3])
-@pytest.mark.parametrize("heads", [1, 16, 64, 128])
-@pytest.mark.parametrize("block_size", [16, 48, 64, 128])
-def test_rows_of_many_segments_are_right(
-    heads: int, block_size: int, cache_dtype: CacheDType
-) -> None:
-    batch = BatchSpec("latent_long", (2, 1, 3, 1), (1100, 9000, 4097, 20), num_speculative_tokens=2)
-    case = LatentCase(batch, heads, DType.BFLOAT16, cache_dtype, block_size=block_size)
+@pytest.mark.parametrize("case", LONG_CASES, ids=str)
+def test_rows_of_many_segments_are_right(case: LatentCase) -> None:
     check_case(TritonMLABackend, case, DEVICE)
 
 
-@pytest.mark.parametrize("cache_dtype", [CacheDType.AUTO, CacheDType.FP8_E4M3])
-@pytest.mark.parametrize("heads", [3, 7, 12, 20, 24, 40, 48, 96])
-def test_decodes_of_every_number_of_heads_are_right(heads: int, cache_dtype: CacheDType) -> None:
-    batch = BatchSpec("latent_short", (1, 1, 1, 1, 0), (1, 300, 70, 2000, 0))
-    check_case(TritonMLABackend, LatentCase(batch, heads, DType.BFLOAT16, cache_dtype), DEVICE)
+@pytest.mark.parametrize("case", SHORT_CASES, ids=str)
+def test_decodes_of_every_number_of_heads_are_right(case: LatentCase) -> None:
+    check_case(TritonMLABackend, case, DEVICE)
 
 
 @pytest.mark.parametrize("shard", range(RANDOM_SHARDS))

@@ -38,6 +38,9 @@ LAYERS = {
     "octaves": replace(GQA, heads=(8, 1, 128), keys=150000, max_len=160000),
 }
 
+OF_HOPPER = [name for name in LAYERS if name not in ("alibi", "fp8")]
+"""Layers whose prompts the Hopper kernel serves."""
+
 
 def part(rows: Rows, start: int, stop: int) -> Rows:
     return rows[0][start:stop], rows[1][start:stop]
@@ -55,7 +58,7 @@ def test_decodes_verifies_and_chunks_have_the_bits_of_the_whole_prompt(layer: st
 
 
 @pytest.mark.skipif(device_facts(DEVICE).kind is not DeviceKind.SM90, reason="needs a Hopper GPU")
-@pytest.mark.parametrize("layer", [name for name in LAYERS if name not in ("alibi", "fp8")])
+@pytest.mark.parametrize("layer", OF_HOPPER)
 def test_both_kernels_of_prompts_have_the_same_bits(layer: str) -> None:
     kernels = PrefillKernel.HOPPER, PrefillKernel.TRITON
     hopper, portable = (Prompt(replace(LAYERS[layer], prefill=k), DEVICE) for k in kernels)

@@ -1,7 +1,7 @@
 """The Hopper kernels under compute-sanitizer: what it reports is explained here, or a finding.
 
     python -m tests.tools.sanitize --commit C --out FILE       # on a Hopper GPU, with both tools
-    python -m tests.tools.sanitize --tool racecheck --seconds 60 --processes 8
+    python -m tests.tools.sanitize --tool racecheck --set latent --seconds 60 --processes 8
 
 Each tool runs shares of the launches in processes of their own, until time is up; how many of them
 were reached is said.
@@ -13,7 +13,7 @@ arriving thread's. PTX orders them (a barrier orders its participants, and an ar
 is ordered before it). The controls here are the smallest such exchange, one that is read where the
 arriving thread has written, and a race that is none of these: it has to be found.
 
-Of two sets memcheck sees every tensor by itself; of the others, which capture graphs, only torch's
+In two sets memcheck sees every tensor by itself; of the others, which capture graphs, only torch's
 larger pieces of memory.
 """
 
@@ -39,7 +39,7 @@ from typing import Any, Final
 ROOT: Final = Path(__file__).resolve().parents[2]
 SOURCES: Final = (ROOT / "attn/kernels", ROOT / "builders", ROOT / "tests/tools")
 """Folders, with all folders below, where a source file is looked for by its name."""
-SETS: Final = {"plan": 1, "kinds": 3, "decode": 3, "prefill": 5}
+SETS: Final = {"plan": 1, "kinds": 3, "decode": 3, "prefill": 5, "invariant": 2, "latent": 3}
 """Sets of launches, and their weights among the processes."""
 OWN_MEMORY: Final = ("plan", "kinds")
 """Sets whose tensors memcheck sees each by itself: torch does not cut them out of larger pieces.
@@ -279,6 +279,37 @@ def _prefills() -> Iterator[tuple[str, Callable[[], object]]]:
             yield f"dequantised {wide}", partial(check, wide, 0)
 
 
+def _invariants() -> Iterator[tuple[str, Callable[[], object]]]:
+    import torch
+
+    from specs.engine import PrefillKernel
+    from tests.dense.chunked import Prompt, Setup
+    from tests.gpu import test_gpu_invariance
+
+    def run(setup: Setup) -> None:
+        prompt = Prompt(setup, torch.device("cuda"))
+        prompt.rows(0, setup.queries, ((1, 700), (40, 900)))
+
+    for name, setup in test_gpu_invariance.LAYERS.items():
+        if name in test_gpu_invariance.OF_HOPPER:
+            # Three segments of keys, and tiles that end in each.
+            small = replace(setup, keys=1200, queries=200, prefill=PrefillKernel.HOPPER)
+            yield name, partial(run, small)
+
+
+def _latents() -> Iterator[tuple[str, Callable[[], object]]]:
+    from attn.backends.triton_mla import TritonMLABackend
+    from attn.testing.conformance import check_case
+    from attn.testing.trial import Trial
+    from specs.engine import DecodeKernel
+    from tests.gpu import test_gpu_hopper_mla
+
+    Trial.decode_kernel = DecodeKernel.HOPPER
+    tests = test_gpu_hopper_mla
+    for case in (*tests.CASES, *tests.LONG_CASES, *tests.SHORT_CASES):
+        yield str(case), partial(check_case, TritonMLABackend, case, "cuda")
+
+
 def _controls() -> Iterator[tuple[str, Callable[[], object]]]:
     from tests.tools.exchanges import exchange
 
@@ -291,6 +322,8 @@ JOBS: Final = {
     "kinds": _kinds,
     "decode": _decodes,
     "prefill": _prefills,
+    "invariant": _invariants,
+    "latent": _latents,
     "control": _controls,
 }
 
@@ -449,14 +482,16 @@ class Running:
             self._process.wait()
 
 
-def run(tools: Sequence[str], seconds: float, processes: int) -> list[Outcome]:
+def run(
+    tools: Sequence[str], seconds: float, processes: int, sets: Sequence[str] = tuple(SETS)
+) -> list[Outcome]:
     """Every set with every tool, as many processes at once as there may be for each tool."""
-    outcomes, weights = [], sum(SETS.values())
+    outcomes, weights = [], sum(SETS[which] for which in sets)
     for tool in tools:
         started: dict[str, list[Running]] = {}
         try:
-            for which, weight in SETS.items():
-                shares = max(1, processes * weight // weights)
+            for which in sets:
+                shares = max(1, processes * SETS[which] // weights)
                 started[which] = [Running(tool, which, n, shares, seconds) for n in range(shares)]
             if tool == "racecheck":
                 for n, name in enumerate(CONTROLS):
@@ -502,6 +537,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code: 0 without findings."""
     parser = argparse.ArgumentParser("python -m tests.tools.sanitize", description=__doc__)
     parser.add_argument("--tool", action="append", choices=["memcheck", "racecheck"])
+    parser.add_argument("--set", action="append", choices=SETS, help="of launches; default: all")
     parser.add_argument("--seconds", type=float, default=120.0, help="to begin launches in")
     parser.add_argument("--processes", type=int, default=12, help="of each tool")
     parser.add_argument("--commit", default=UNKNOWN, help="that is run; a copy may have no git")
@@ -519,7 +555,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import torch
     import triton
 
-    outcomes = run(given.tool or ["memcheck", "racecheck"], given.seconds, given.processes)
+    tools, sets = given.tool or ["memcheck", "racecheck"], given.set or [*SETS]
+    outcomes = run(tools, given.seconds, given.processes, sets)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     head = (
         f"{device}, commit {given.commit}; torch {torch.__version__}, triton {triton.__version__}."
