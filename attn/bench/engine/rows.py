@@ -256,9 +256,9 @@ _HOW = (
     "and list kernels, no product with weights, and none of torch's own copies and fills, whose "
     "names do not tell whom they serve. A kernel that starts while an earlier one runs, and waits "
     "for it, is charged only the time in which no earlier kernel still ran. A start-up is the time "
-    "that `LLM(...)` takes in a new process, with empty caches of compiled kernels; its `spread` is "
-    "(longest - shortest) / median. A ratio that differs from its bound by less than "
-    "the larger spread is `level`. `CUSTOM` is ours."
+    "that `LLM(...)` takes in a new process, with empty caches of compiled kernels; its `spread` "
+    "is (longest - shortest) / median. A ratio that differs from its bound by less than the larger "
+    "spread is `level`. `CUSTOM` is ours."
 )
 
 
