@@ -395,6 +395,9 @@ def test_a_start_up_measured_alone_is_kept_beside_speeds():
     both = comparison(LATENT, again).merged(later.merged(first))
     assert both.row(CUSTOM).start_ups == (20.0, 23.0)
     assert both.row(CUSTOM).start_up_s == 21.5
+    elsewhere = comparison(LATENT, again.replace(cores=8))
+    assert elsewhere.merged(both).row(CUSTOM).start_ups == (23.0,)
+    assert speeds.merged(elsewhere).row(CUSTOM).cores == 8
     failed = comparison(LATENT, Row(model=LATENT.name, contender=CUSTOM, error="no"))
     assert speeds.merged(failed).row(CUSTOM) == speeds.row(CUSTOM)
     assert failed.merged(speeds).row(CUSTOM) == speeds.row(CUSTOM)
@@ -544,6 +547,15 @@ def test_start_ups_on_cores_of_their_own_are_at_once_and_add_up(fake):
     of = [{*map(int, log.split("cores ")[1].split()[0].split(","))} for log in logs]
     assert of[0] | of[1] <= before
     assert not of[0] & of[1]
+
+
+def test_cores_of_their_own_are_for_start_ups_and_must_be_enough(fake, monkeypatch):
+    with pytest.raises(ValueError, match="--only-starts"):
+        CompareSettings(own_cores=True)
+    settings = CompareSettings(only_starts=True, own_cores=True)
+    monkeypatch.setattr(bench.os, "sched_getaffinity", lambda process: {0})
+    with pytest.raises(ValueError, match="4 engines need as many cores, got 1"):
+        list(compare(LATENT, settings, lambda line: None))
 
 
 def test_a_late_answer_is_an_error(fake, tmp_path):

@@ -1,6 +1,6 @@
-"""What compiles gave before: ``make test`` compiles a launch only where it has changed since.
+"""Results of earlier compiles: ``make test`` compiles a launch only if it has changed since.
 
-    python -m tests.compile.record           # compiles what has changed, and writes record.json
+    python -m tests.compile.record           # compiles changed launches, and writes record.json
     python -m tests.compile.record --anew    # compiles everything that make test compiles
 
 A compile depends on the kernel, all that it calls, the launch, the target and Triton's own build.

@@ -74,6 +74,8 @@ class CompareSettings:
     def __post_init__(self) -> None:
         if self.rounds < 1:
             raise ValueError(f"rounds must be positive, got {self.rounds}")
+        if self.own_cores and not self.only_starts:
+            raise ValueError("cores of their own are for start-ups alone: add --only-starts")
 
     def contenders(self, model: EngineModel) -> tuple[Contender, ...]:
         """The contenders of a model that are asked for."""
@@ -316,11 +318,17 @@ class _Session:
             yield self.found
 
     def shares(self, engines: int) -> list[list[int]]:
-        """Cores of each engine: equally many, drawn anew each time; none where they share all."""
+        """Cores of each engine: equally many, drawn anew each time; none where they share all.
+
+        Raises:
+            ValueError: there are fewer cores than engines.
+        """
         if not self.settings.own_cores:
             return [[]] * engines
         cores = sorted(os.sched_getaffinity(0))
         each = len(cores) // engines
+        if not each:
+            raise ValueError(f"{engines} engines need as many cores, got {len(cores)}")
         shares = [cores[each * index : each * (index + 1)] for index in range(engines)]
         random.shuffle(shares)
         return shares

@@ -80,18 +80,21 @@ class Row(Spec):
         """The row, completed by an earlier one of the same contender.
 
         An engine that failed now does not undo a result. A row of start-ups alone adds them to
-        earlier speeds and to earlier start-ups alone, which are kept.
+        earlier speeds and to earlier start-ups alone on as many cores, which are kept; it replaces
+        start-ups on other cores.
         """
         if self.error:
             return earlier
-        start_ups = self.start_ups
-        if earlier.starts_alone:
-            start_ups = earlier.start_ups + (self.start_ups if self.starts_alone else ())
+        start_ups, cores = self.start_ups, self.cores
+        if earlier.starts_alone and not self.starts_alone:
+            start_ups, cores = earlier.start_ups, earlier.cores
+        elif earlier.starts_alone and earlier.cores == cores:
+            start_ups = earlier.start_ups + start_ups
         is_whole = self.speeds or earlier.error
         return (self if is_whole else earlier).replace(
             start_ups=start_ups,
             starts_alone=self.starts_alone or earlier.starts_alone,
-            cores=self.cores or earlier.cores,
+            cores=cores,
         )
 
 
