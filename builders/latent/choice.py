@@ -45,6 +45,9 @@ ROW_COST = 2
 There queries and first scores have to arrive before any product overlaps another. In
 `mla_h128_b64_zipf` a program with seven work items took 60 us longer than its tiles alone."""
 
+NARROW_ROW_COST = 5
+"""Narrow tiles that take as long as the beginning of a work item."""
+
 
 def latent_kernel_of(
     shape: DenseShape,
@@ -138,5 +141,5 @@ def hopper_latent_tile(
     # The state of 16 rows stays in registers from segment to segment, so these work items can be
     # cut at segments.
     if is_narrow:
-        return HopperDecodeTile(split, min(run, kv_tile), 2)
+        return HopperDecodeTile(split, min(run, kv_tile), 2, row_cost=NARROW_ROW_COST)
     return HopperDecodeTile(split, min(run, KV_TILE // 2), 2, LEAST_TILES, ROW_COST)

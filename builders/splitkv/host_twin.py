@@ -47,7 +47,8 @@ class SplitRules:
     then hold tiles of work items, not segments. None cuts work items at segments."""
     row_cost: int = 0
     """Tiles that the beginning of a work item counts as, where work items have different numbers of
-    tiles."""
+    tiles. They lie before its first tile. Where work items are cut at segments, there is one head
+    loop."""
 
 
 def plan_rows(
@@ -105,7 +106,7 @@ def plan_rows(
     cost = rules.row_cost if len({fields[6] for fields in rows}) > 1 else 0
     place = 0
     for fields in rows:
-        fields[7] = place
+        fields[7] = place + cost
         place += (fields[6] + cost) * head_loops
     depends_on_batch, sharers = least_tiles is not None, groups
     if least_tiles is not None:
@@ -168,11 +169,12 @@ def _start_of(
     """
     if position >= total:
         return len(rows) * head_loops, 0
-    row = max(index for index, fields in enumerate(rows) if fields[7] <= position)
+    row = max(index for index, fields in enumerate(rows) if fields[7] - cost <= position)
     first_tile, tiles, place = rows[row][5:8]
-    loop, offset = divmod(position - place, tiles + cost)
+    loop, offset = divmod(position - place + cost, tiles + cost)
+    offset = max(offset - cost, 0)
     if depends_on_batch:
-        return row * head_loops + loop, max(offset - cost, 0)
+        return row * head_loops + loop, offset
     tile = first_tile + offset
     at = segment_of(tile * unit)
     if max(segment_start(at) // unit, first_tile) < tile:

@@ -134,7 +134,6 @@ class SplitPlanner:
         """
         hopper_decode, latent = options.hopper_decode, options.latent
         self.least_tiles = None if hopper_decode is None else hopper_decode.least_tiles
-        self.row_cost = 0 if hopper_decode is None else hopper_decode.row_cost
         self.depends_on_batch = options.depends_on_batch or self.least_tiles is not None
         self.hopper_decode = hopper_decode
         self.requires_hopper_decode = options.requires_hopper_decode
@@ -165,6 +164,10 @@ class SplitPlanner:
         self.heads = parallel_heads(head_tiles, programs)
         self.head_loops = head_tiles // self.heads
         self.groups = max(1, programs // self.heads)
+        self.row_cost = 0 if hopper_decode is None else hopper_decode.row_cost
+        if self.head_loops > 1 and not self.depends_on_batch:
+            # Kernels that cut at segments take the loops of a work item for neighbours.
+            self.row_cost = 0
         self.num_heads = shape.num_heads
         self.num_multiprocessors = gpu.num_multiprocessors
         # Many keys are cut into segment groups. Behind a window a query sees too few for that.

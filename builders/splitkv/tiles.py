@@ -175,8 +175,8 @@ class HopperDecodeTile:
     :mod:`attn.kernels.latent.hopper_wide.kernel` cuts between any two tiles, because its states are
     too large to store one for every segment."""
     row_cost: int = 0
-    """Tiles that take as long as the beginning of a work item, where work items are cut between any
-    two tiles. Shares count it, so that programs with many short work items end with the others."""
+    """Tiles that take as long as the beginning of a work item. Shares count it, so that programs
+    with many short work items end with the others."""
     consumers: int = 1
     """Warp groups that multiply. With two, each takes every other tile of keys, and their states
     are merged at the end of each segment. Only :mod:`attn.kernels.dense.hopper_decode.kernel` has

@@ -122,12 +122,15 @@ def steps(draw: st.DrawFn) -> Step:
     ranks = draw(st.integers(2, 5))
     stripe = Stripe(ranks, draw(st.integers(0, ranks - 1)), draw(st.sampled_from([1, 3, 16])))
     span = draw(st.one_of(st.integers(1, 300), st.integers(1, 100_000)))
+    head_loops = draw(st.integers(1, 3))
     return Step(
         # Padding rows, of both kinds.
         lens=(*lens, *draw(st.sampled_from([(), ((0, 0), (0, 1)), ((0, 77),)]))),
         tile=draw(tiles),
         groups=draw(st.integers(1, 300)),
-        head_loops=draw(st.integers(1, 3)),
+        head_loops=head_loops,
+        # Where work items are cut at segments, beginnings cost something with one head loop only.
+        row_cost=draw(st.sampled_from([0, 2, 5])) if head_loops == 1 else 0,
         short_query=draw(st.sampled_from([1, 16, 24, 64])),
         window=span if kind == "window" else None,
         chunk=span if kind == "chunk" else None,
@@ -385,7 +388,10 @@ def test_rows_are_the_short_queries_cut_into_tiles(step: Step) -> None:
     assert [tuple(fields[:3]) for fields in plan.rows] == [row for row, _ in work]
     assert [fields[9] for fields in plan.rows] == [len(segments) for _, segments in work]
     assert [fields[6] for fields in plan.rows] == [sum(segments) for _, segments in work]
-    total = step.head_loops * sum(fields[6] for fields in plan.rows)
+    tiles = [fields[6] for fields in plan.rows]
+    total = step.head_loops * sum(tiles)
+    if len(set(tiles)) > 1:
+        total += step.row_cost * len(tiles)
     assert total <= plan.shared <= total * (1 + 1 / WASTE)
     for (req, token, _), fields in zip((row for row, _ in work), plan.rows, strict=True):
         count, kv_len = step.lens[req]
@@ -435,7 +441,7 @@ def test_a_group_enters_at_most_one_row_in_its_middle(step: Step) -> None:
 @given(step=steps(), least=st.sampled_from([1, 2, 5]))
 def test_rows_cut_anywhere_are_shared_out_by_tiles(step: Step, least: int) -> None:
     """Shares differ by one tile at most, idle groups come last, and no share is below the least."""
-    plan = replace(step, segment_group=0, least_tiles=least).plan()
+    plan = replace(step, segment_group=0, least_tiles=least, row_cost=0).plan()
     tiles = [fields[6] for fields in plan.rows for _ in range(step.head_loops)]
     starts = [*itertools.accumulate(tiles, initial=0)]
     places = [starts[at] + tile for at, tile in plan.starts]
@@ -462,7 +468,7 @@ def test_rows_that_begin_are_shared_out_too(step: Step, cost: int) -> None:
     assert places == sorted(places)
     assert (places[0], places[-1]) == (0, starts[-1])
     if len(set(tiles)) < 2:
-        assert plan == replace(step, segment_group=0, least_tiles=1).plan()
+        assert plan == replace(step, segment_group=0, least_tiles=1, row_cost=0).plan()
         return
     sharers = max(min(step.groups, plan.shared), 1)
     for (row, tile), (next_row, next_tile) in pairwise(plan.starts):

@@ -45,7 +45,7 @@ def _store_serially(plan, i, j, place, most_rows, req_rows, requests, shares, ru
     for k in range(0, most_rows):
         live = k < req_rows
         rows = rows_of(live, i, segment_group, skipped, requests, rules)
-        store_rows(plan.rows_ptr, live, j, rows, place, rules.tile.SEGMENT_UNIT)
+        store_rows(plan.rows_ptr, live, j, rows, place + shares.cost, rules.tile.SEGMENT_UNIT)
         place += (rows.tiles + shares.cost) * split.HEAD_LOOPS
         after = first_group(place, shares.shared, shares.sharers)
         tl.store(plan.names_ptr + 2 * group, j, mask=live & (group < after))
@@ -129,7 +129,7 @@ def _store_by_row(
         taken = tl.where(live, (rows.tiles + shares.cost) * split.HEAD_LOOPS, 0)
         past = begun + tl.cumsum(taken, 0)
         place = past - taken
-        store_rows(plan.rows_ptr, live, j, rows, place, rules.tile.SEGMENT_UNIT)
+        store_rows(plan.rows_ptr, live, j, rows, place + shares.cost, rules.tile.SEGMENT_UNIT)
         group = first_group(place, shares.shared, shares.sharers)
         begins = group < first_group(past, shares.shared, shares.sharers)
         tl.store(plan.names_ptr + 2 * group, j, mask=live & begins)

@@ -96,7 +96,7 @@ def _store_turns(rows_ptr, turns, num_rows, shares, lanes, line, rules, split):
         taken = tl.where(live, (rows.tiles + shares.cost) * split.HEAD_LOOPS, 0)
         ends = begun + tl.cumsum(taken, 1)
         begun += tl.sum(taken, 1, keep_dims=True)
-        place = ends - taken
+        place = ends - taken + shares.cost
         tiles = tl.maximum(rows.tiles, 1)
         part, parts = segments_of(rows.first_tile, tiles, rules.tile.SEGMENT_UNIT)
         mine = live & (line == k)

@@ -230,17 +230,18 @@ def load_four(ptr, j, STRIDE: tl.constexpr, first: tl.constexpr, mask):
 def _start_in_row(offset, first_tile, tiles, cost, SEGMENT_UNIT: tl.constexpr, split):
     """Where the first segment at or after each place among a work item's tiles is.
 
-    Returns the head loop, the segment, and whether that segment is past the loop's last one, so
-    that the next loop or work item begins there. With DEPENDS_ON_BATCH the second number is a tile.
+    ``offset`` counts from where the work item's beginning, of ``cost`` tiles, is placed. Returns
+    the head loop, the segment, and whether that segment is past the loop's last one, so that the
+    next loop or work item begins there. With DEPENDS_ON_BATCH the second number is a tile.
     """
     loop = offset * 0
     if split.HEAD_LOOPS > 1:
         loop = offset // (tiles + cost)
-    within = offset - loop * (tiles + cost)
+    within = tl.maximum(offset - loop * (tiles + cost) - cost, 0)
     # Always False here: a tile is never past the loop's last one.
     past = within < 0
     if split.DEPENDS_ON_BATCH:
-        segment = tl.maximum(within - cost, 0)
+        segment = within
     else:
         tile = first_tile + within
         at = segment_of(tile * SEGMENT_UNIT)
@@ -264,7 +265,7 @@ def start_from(
     """
     tiles = tl.maximum(tiles, 1)
     loop, segment, past = _start_in_row(
-        position - place, first_tile, tiles, cost, SEGMENT_UNIT, split
+        position - place + cost, first_tile, tiles, cost, SEGMENT_UNIT, split
     )
     row = row * split.HEAD_LOOPS + loop + past.to(tl.int32)
     return tl.where(real, row, num_rows * split.HEAD_LOOPS), tl.where(real, segment, 0)
