@@ -164,9 +164,13 @@ def _fold_units(
 def _fold_share(
     place, rows_ptr, starts_ptr, states_ptr, sums_ptr, groups, out, HEADS: tl.constexpr,
     HEAD_LOOPS: tl.constexpr, GROUP: tl.constexpr, TILE_HEADS: tl.constexpr, USED: tl.constexpr,
-    GROUPS: tl.constexpr, SLICE: tl.constexpr,
+    GROUPS: tl.constexpr, SLICE: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    """Fold a program's part of the item in whose middle its share begins, if there is one."""
+    """Fold a program's part of the item in whose middle its share begins, if there is one.
+
+    The plan is loaded before the wait for the kernel that attends: that kernel started this one
+    only when the plan was there.
+    """
     SLICES: tl.constexpr = (USED + SLICE - 1) // SLICE
     lane = place // SLICES % HEADS
     c = place // (SLICES * HEADS)
@@ -177,13 +181,9 @@ def _fold_share(
     others = ((tl.load(before) == r) & (tl.load(before + 1) > 0)).to(tl.int32)
     others += ((tl.load(here + 2) == r) & (tl.load(here + 3) > 0)).to(tl.int32)
     fields = rows_ptr + r // HEAD_LOOPS * _FIELDS
-    if is_within & (others == 0):
-        if place % SLICES * SLICE < USED:
-            _fold_few(
-            place % SLICES, ((c - 1) * HEADS + lane) * 2, 2, r, lane, fields, out, states_ptr,
-            sums_ptr, HEADS, HEAD_LOOPS, GROUP, TILE_HEADS, USED, 2, SLICE,
-        )  # fmt: skip
-    elif is_within:
+    parts = others + 2
+    first = c
+    if is_within & (others > 0):
         # The item has one share that begins within it less than it has parts.
         i = tl.arange(0, GROUPS)
         items = tl.load(starts_ptr + 2 * i, mask=i < groups, other=-1)
@@ -191,16 +191,25 @@ def _fold_share(
         within = ((items == r) & (tiles > 0)).to(tl.int32)
         parts = 1 + tl.sum(within, 0)
         first = tl.min(tl.where(within > 0, i, GROUPS), 0)
+    if WAITS:
+        gdc_wait()
+    if is_within:
         unit = (c - first) * SLICES + place % SLICES
         programs = (parts - 1) * SLICES
         first_slot = ((first - 1) * HEADS + lane) * 2
         # More columns at once would take so many registers that fewer programs run side by side.
-        if parts <= 4:
+        if parts == 2:
+            if unit * SLICE < USED:
+                _fold_few(
+                    unit, first_slot, parts, r, lane, fields, out, states_ptr, sums_ptr,
+                    HEADS, HEAD_LOOPS, GROUP, TILE_HEADS, USED, 2, SLICE,
+                )  # fmt: skip
+        elif parts <= 4:
             if unit * (SLICE // 2) < USED:
                 _fold_few(
-                unit, first_slot, parts, r, lane, fields, out, states_ptr, sums_ptr,
-                HEADS, HEAD_LOOPS, GROUP, TILE_HEADS, USED, 4, SLICE // 2,
-            )  # fmt: skip
+                    unit, first_slot, parts, r, lane, fields, out, states_ptr, sums_ptr,
+                    HEADS, HEAD_LOOPS, GROUP, TILE_HEADS, USED, 4, SLICE // 2,
+                )  # fmt: skip
         elif parts <= 8:
             _fold_units(
                 unit, programs, first_slot, parts, r, lane, fields, out, states_ptr, sums_ptr,
@@ -258,8 +267,6 @@ def fold_cuts_kernel(
     :func:`attn.kernels.latent.hopper_wide.kernel.hopper_mla_kernel` wrote the states and sums, by
     the same plan. GROUPS is a power of two, at least ``groups``.
     """
-    if WAITS:
-        gdc_wait()
     _fold_share(
         tl.program_id(0), rows_ptr, starts_ptr, states_ptr, sums_ptr, groups,
         Out(
@@ -267,5 +274,5 @@ def fold_cuts_kernel(
             out_token=OUT_TOKEN, out_head=OUT_HEAD, lse_token=LSE_TOKEN, SINKS=False,
             FP8_OUT=False, LSE=LSE,
         ),
-        HEADS, HEAD_LOOPS, GROUP, TILE_HEADS, TILE_HEADS * QUERY_TOKENS, GROUPS, SLICE,
+        HEADS, HEAD_LOOPS, GROUP, TILE_HEADS, TILE_HEADS * QUERY_TOKENS, GROUPS, SLICE, WAITS,
     )  # fmt: skip

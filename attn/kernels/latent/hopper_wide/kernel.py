@@ -22,7 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from attn.kernels.lang.compat import wait_for_kernels_before
+from attn.kernels.lang.compat import let_kernels_behind_start, wait_for_kernels_before
 from attn.kernels.lang.constants import LOG2E
 from attn.kernels.lang.structures import Out, Plan, Tile
 from attn.kernels.latent.hopper_wide.consumer import consume_latents
@@ -149,6 +149,9 @@ def hopper_mla_kernel(
     # TMA sees memory through another proxy than threads do: make the barriers visible to it.
     fence_async_shared()
     wait_for_kernels_before()
+    # Programs of the fold may start where multiprocessors are free. They load the plan before they
+    # wait for this kernel, so this comes after the wait for the kernel that wrote it.
+    let_kernels_behind_start()
     ring = WideRing(
         left_boxes=left_boxes, right_boxes=right_boxes, rope_boxes=rope_boxes, full=full,
         empty=empty, RUN=RUN, EARLY=EARLY,
