@@ -10,7 +10,7 @@ from attn.ops.dispatch import converts_float8, has_kernel
 from attn.reference import indexer as reference
 from builders.device import device_facts, runs_gluon
 from builders.sparse.arguments import IndexerKeys, RequestPages
-from builders.sparse.hopper_tiles import index_sizes, index_tile_of
+from builders.sparse.hopper_tiles import index_tile_of
 from builders.sparse.tiles import IndexTile
 from specs.dtypes import DType
 from specs.rows import INDEXER_PAGE, SCALE_BYTES
@@ -130,27 +130,6 @@ def paged_index_logits(
             tile or _tile_for(q_index),
             hardware_e4m3=converts_float8(q_index.device),
         )
-    )
-
-
-def index_launches(
-    q_index: torch.Tensor, most_rows: int, most_blocks: int
-) -> tuple[tuple[int, int], ...]:
-    """Sizes, as (rows, blocks), of launches of :func:`paged_index_logits` for a warm-up.
-
-    Together with a launch of the smallest size they compile every variant of the Hopper kernel. The
-    portable kernel needs none.
-
-    Args:
-        q_index: ``[1, Hi, Di]``, a query with the sizes and type of the layer's queries.
-        most_rows: most query rows of a launch.
-        most_blocks: most blocks of a request.
-    """
-    tile = _tile_for(q_index)
-    if not tile.hopper_pages:
-        return ()
-    return index_sizes(
-        tile, device_facts(q_index.device).num_multiprocessors, most_rows, most_blocks
     )
 
 

@@ -233,9 +233,9 @@ def index_tile_of(kind: DeviceKind, dtype: DType, num_heads: int, width: int) ->
 
 
 def index_pages(tile: IndexTile, multiprocessors: int, num_rows: int, blocks: int) -> int:
-    """Pages of a program of the indexer's Hopper kernel; no bit of a result depends on the number.
+    """Pages of a program of the indexer's Hopper kernel.
 
-    It is a power of two, since the kernel is compiled for every number that occurs.
+    No bit of a result depends on the number, and the kernel is compiled once for all numbers.
 
     Args:
         tile: tile of the indexer, with the most pages.
@@ -262,25 +262,3 @@ def index_tokens(tile: IndexTile, multiprocessors: int, num_rows: int, most_keys
     while cdiv(num_rows, tokens) * tiles < INDEX_ROUNDS.get(tokens, 0) * multiprocessors:
         tokens //= 2
     return tokens
-
-
-def index_sizes(
-    tile: IndexTile, multiprocessors: int, most_rows: int, most_blocks: int
-) -> tuple[tuple[int, int], ...]:
-    """Rows and blocks of a launch for each number of pages that :func:`index_pages` may return.
-
-    One page is left out, since the smallest launch has that.
-
-    Args:
-        tile: tile of the indexer, with the most pages.
-        multiprocessors: multiprocessors of the device.
-        most_rows: most rows of a launch.
-        most_blocks: most blocks of a row.
-    """
-    found, pages = [], 2
-    while pages <= tile.hopper_pages:
-        rows = cdiv(pages * INDEX_PROGRAMS * multiprocessors, most_blocks)
-        if rows <= most_rows:
-            found.append((rows, most_blocks))
-        pages *= 2
-    return tuple(found)

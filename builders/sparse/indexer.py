@@ -206,13 +206,12 @@ class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.threshold = self.reorder_batch_threshold or 1
         self.step_limits = self.step_limits.with_verifies(self.threshold)
-        self._most_rows = self.step_limits.max_num_tokens
         self._longest = config.max_model_len
-        self.buffers = GraphBuffers(self.device)
+        self.buffers, most_rows = GraphBuffers(self.device), self.step_limits.max_num_tokens
         for name in ("reqs", "visible_lens", "topk_lens"):
-            self.buffers.declare(name, (self._most_rows,), torch.int32)
+            self.buffers.declare(name, (most_rows,), torch.int32)
         if self.stripe is not None:
-            self.buffers.declare("every_len", (self._most_rows,), torch.int32)
+            self.buffers.declare("every_len", (most_rows,), torch.int32)
         for name, (shape, dtype) in scratch_of(config, self.head_dim).items():
             self.buffers.declare(name, shape, dtype)
 
@@ -251,12 +250,6 @@ class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
             batch = CommonAttentionMetadata.from_lengths([count], [count], table, block_size)
             unwritten = torch.full_like(batch.slot_mapping, -1)
             yield IndexerMetadataBuilder.build(self, 0, batch.replace(slot_mapping=unwritten))
-
-    @property
-    def most_scored(self) -> tuple[int, int]:
-        """Most rows that one launch scores over pages, and most pages of a row."""
-        most = most_kept(self.vllm_config, self._longest)
-        return self._most_rows, cdiv(most, self.kv_cache_spec.block_size)
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata

@@ -56,11 +56,14 @@ def test_many_heads_are_multiplied_by_warp_group_once(
             assert facts.asynchronous_copies > 0, name
 
 
-def test_keys_of_logits_stay_in_registers(compiled: dict[int, dict[str, Facts]]) -> None:
-    """The Hopper kernel shares queries, and keeps keys in registers; four programs fit an SM."""
+def test_pages_of_logits_are_copied_ahead(compiled: dict[int, dict[str, Facts]]) -> None:
+    """Shared memory has queries as fp16 and four pages as they are stored; four programs fit."""
     facts = compiled[90]["paged logits e4m3 hopper"]
     assert facts.warp_group_products == 8
-    assert facts.shared == 64 * 128 * 2
+    # Four copies of keys and one of scales for each of three pages ahead of the loop, and in it.
+    assert facts.asynchronous_copies == 4 * 5
+    assert facts.shared == 64 * 128 * 2 + 4 * 64 * 132
+    assert 4 * (facts.shared + 1024) <= limit_of(90) + 1024
     assert facts.registers <= 128
 
 

@@ -13,7 +13,6 @@ from builders.sparse import launches as sparse_launches
 from builders.sparse.hopper_tiles import (
     HopperOptions,
     index_pages,
-    index_sizes,
     index_tile_of,
     index_tokens,
 )
@@ -169,20 +168,3 @@ def test_variants_are_what_any_number_of_rows_is_launched_by(
     reached = {(one.tile, one.twin) for one in (made.of(rows, PREFILL) for rows in range(1, 8193))}
     assert variants == reached
     assert len(made.variants(PREFILL)) == len(variants) <= 20
-
-
-@pytest.mark.parametrize(("most_rows", "most_blocks"), [(8192, 2560), (8, 512), (512, 64), (3, 9)])
-def test_sizes_of_the_indexer_s_launches_stand_for_all(most_rows: int, most_blocks: int) -> None:
-    tile = index_tile_of(DeviceKind.SM90, DType.FLOAT8_E4M3FN, 64, 128)
-    sizes = [(1, 1), *index_sizes(tile, 132, most_rows, most_blocks)]
-    assert all(rows <= most_rows and blocks <= most_blocks for rows, blocks in sizes)
-    found = [index_pages(tile, 132, *size) for size in sizes]
-    rows, blocks = (sorted({*range(1, 99), most // 2, most}) for most in (most_rows, most_blocks))
-    reached = {
-        index_pages(tile, 132, row, block)
-        for row in rows
-        for block in blocks
-        if row <= most_rows and block <= most_blocks
-    }
-    assert len(found) == len({*found})
-    assert {*found} == reached

@@ -608,9 +608,9 @@ class Translation:
         return names
 
 
-def delay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let one in five loads into shared memory arrive late, as memory may answer."""
-    monkeypatch.setitem(_lag, "share", 0.2)
+def delay(monkeypatch: pytest.MonkeyPatch, share: float = 0.2) -> None:
+    """Let a share of the loads into shared memory arrive late, as memory may answer."""
+    monkeypatch.setitem(_lag, "share", share)
 
 
 def take_over(

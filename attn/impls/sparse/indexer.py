@@ -10,7 +10,6 @@ import torch
 from attn.impls.warm import run_compiled
 from attn.ops.indexer import (
     gather_index_keys,
-    index_launches,
     paged_index_logits,
     ragged_index_logits,
     select_topk,
@@ -125,9 +124,9 @@ class SparseIndexer:
         """Compile every kernel variant that serving will need, by running small steps.
 
         A variant depends on heads and dtype of queries, the dtype of keys, the strides of the
-        cache, the builder's configuration, the number of pages that a program takes, and whether
-        rows of logits may be long. The launches cover all of that. Block 0 of the cache is read;
-        the builder's buffers and the front of the lists are overwritten.
+        cache, the builder's configuration, and whether rows of logits may be long. The launches
+        cover all of that. Block 0 of the cache is read; the builder's buffers and the front of the
+        lists are overwritten.
 
         Args:
             query: ``[1, Hi, Di]`` of any content, in the dtype that will be served.
@@ -144,16 +143,6 @@ class SparseIndexer:
                 )
                 weights = torch.zeros(queries.shape[:2], device=query.device)
                 self.forward(IndexInputs(queries, keys, weights, kv_cache, record))
-            for rows, blocks in index_launches(query, *builder.most_scored):
-                queries = query.new_zeros(()).expand(rows, *query.shape[1:]).contiguous()
-                weights = torch.zeros(queries.shape[:2], device=query.device)
-                # These rows of one request see no key: only the shapes matter here.
-                table, seen = (
-                    torch.zeros(shape, dtype=torch.int32, device=query.device)
-                    for shape in ((1, blocks), (rows,))
-                )
-                logits = weights.new_empty(rows, blocks * kv_cache.shape[1])
-                paged_index_logits(queries, weights, kv_cache, table, seen, seen, logits)
             longest, topk = builder.vllm_config.max_model_len, self.topk_indices_buffer.shape[1]
             for width in select_widths(longest, topk):
                 logits = torch.zeros(1, width, device=query.device)

@@ -66,9 +66,9 @@ def hopper_paged_logits_call(
         "table_row": pages.block_table.stride(0),
         "logits_row": logits.stride(0),
         "most": most,
+        "pages": pages_per_program,
         "NUM_HEADS": heads,
         "HEADS": max(triton.next_power_of_2(heads), FEWEST_INDEX_ROWS),
-        "PAGES": pages_per_program,
     }
     grid = (cdiv(blocks, pages_per_program), rows)
     return KernelCall(hopper_paged_logits_kernel, grid, arguments, num_warps=4)

@@ -1,23 +1,28 @@
 """The Hopper kernel of the indexer's logits: it multiplies e4m3 keys and queries as fp16.
 
-Keys go from the cache straight to the registers from which products read them, 16 bytes at a time,
-without passing shared memory. A product sums over all columns, so columns may come in any order
-that keys and queries share; a thread uses the columns that it has loaded. A page is 64 keys of 128
-bytes, and its keys are the rows of a product.
+The rate at which keys arrive is the limit, so a program asks for pages three ahead of the page that
+it scores: their bytes are copied to shared memory as they are stored. From there they go 16 at a
+time to the registers from which products read them. A product sums over all columns, so columns may
+come in any order that keys and queries share; a thread uses the columns that it has loaded. A page
+is 64 keys of 128 bytes, and its keys are the rows of a product.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from attn.kernels.lang.compat import thread_barrier
+from attn.kernels.lang.compat import async_gather, thread_barrier
 from attn.kernels.lang.packed import SPLIT_E4M3
+
+_STAGES = gl.constexpr(4)
+"""Pages that shared memory holds. With four, four programs fit a multiprocessor."""
 
 
 @gluon.constexpr_function
@@ -58,17 +63,34 @@ def _as_operand(words, ROWS: gl.constexpr, MOVES_ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _page_words(data_ptr, block, data_block, count, LAYOUT: gl.constexpr):
-    """The keys of a page as words; zeros from key ``count`` on."""
-    row = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
-    word = gl.arange(0, 32, layout=gl.SliceLayout(0, LAYOUT))
+def _key_of(row):
+    """The key of a page that a row of the product stands for."""
+    return row // 8 % 2 * 32 + row // 16 * 8 + row % 8
+
+
+@gluon.jit
+def _copy_page(
+    data_ptr, scale_ptr, block, is_there, data_block, scale_block, keys, scales
+):  # fmt: skip
+    """Ask for a page: its keys as they are stored, its scales in the order of the product's rows.
+
+    The copies of a page are one group. It is empty unless ``is_there``.
+    """
+    COPY: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    SCALES: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, COPY))
+    word = gl.arange(0, 32, layout=gl.SliceLayout(0, COPY))
     at = data_ptr + block.to(gl.int64) * data_block
     at = at + (row * 32)[:, None] + word[None, :]
-    return gl.load(at, mask=(row < count)[:, None] & (word >= 0)[None, :], other=0)
+    async_gather(keys, at, mask=is_there & (row >= 0)[:, None] & (word >= 0)[None, :])
+    row = gl.arange(0, 64, layout=SCALES)
+    at = scale_ptr + block.to(gl.int64) * scale_block + _key_of(row)
+    async_gather(scales, at, mask=is_there & (row >= 0))
+    async_copy.commit_group()
 
 
 @gluon.jit(
-    do_not_specialize=["table_row", "logits_row", "most"],
+    do_not_specialize=["table_row", "logits_row", "most", "pages"],
     do_not_specialize_on_alignment=["lens_ptr", "requests_ptr", "table_ptr", "logits_ptr"],
 )
 def hopper_paged_logits_kernel(
@@ -88,38 +110,45 @@ def hopper_paged_logits_kernel(
     table_row,
     logits_row,
     most,
+    pages,
     NUM_HEADS: gl.constexpr,
     HEADS: gl.constexpr,
-    PAGES: gl.constexpr,
 ):
-    """Logits of e4m3 query tokens over their requests' pages; grid ``(cdiv(most, 64 * PAGES), T)``.
+    """Logits of e4m3 query tokens over their requests' pages; grid ``(cdiv(most, 64 * pages), T)``.
 
     Results and arguments are those of
     :func:`attn.kernels.sparse.indexer.kernels.paged_logits_kernel`, but q and data, and their
-    strides, are in words of four bytes.
+    strides, are in words of four bytes, and a program scores ``pages`` pages. A page is read as a
+    whole, also where a token's keys end inside.
     """
+    STAGES: gl.constexpr = _STAGES
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, PRODUCT)
     WORDS: gl.constexpr = _words_layout(64)
     QUERY: gl.constexpr = _words_layout(HEADS)
-    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    # Eight threads read halves of two rows at a time, which lie at different banks.
+    STORED: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 2, [1, 0])
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     token = gl.program_id(1).to(gl.int64)
     length = gl.minimum(gl.load(lens_ptr + token), most)
-    low = gl.program_id(0) * PAGES
-    high = gl.minimum(low + PAGES, (length + 63) // 64)
+    low = gl.program_id(0) * pages
+    high = gl.minimum(low + pages, (length + 63) // 64)
     if low < high:
         request = token
         if requests_ptr is not None:
             request = gl.load(requests_ptr + token).to(gl.int64)
         table = table_ptr + request * table_row
-        block = gl.load(table + low)
-        after = gl.load(table + low + 1, mask=low + 1 < high, other=0)
-        words = _page_words(data_ptr, block, data_block, length - low * 64, WORDS)
-        # The key that each row of the product stands for.
-        row = gl.arange(0, 64, layout=gl.SliceLayout(1, PRODUCT))
-        place = (row // 8) % 2 * 32 + row // 16 * 8 + row % 8
-        scales = scale_ptr + block.to(gl.int64) * scale_block + place
-        scale = gl.load(scales, mask=low * 64 + place < length, other=0.0)
+        keys = gl.allocate_shared_memory(gl.int32, [STAGES, 64, 32], STORED)
+        scales = gl.allocate_shared_memory(gl.float32, [STAGES, 64], FLAT)
+        for i in gl.static_range(STAGES - 1):
+            block = gl.load(table + (low + i), mask=low + i < high, other=0)
+            _copy_page(
+                data_ptr, scale_ptr, block, low + i < high, data_block, scale_block,
+                keys.index(i), scales.index(i),
+            )  # fmt: skip
+        ahead = low + STAGES - 1
+        block = gl.load(table + ahead, mask=ahead < high, other=0)
         head = gl.arange(0, HEADS, layout=gl.SliceLayout(0, PRODUCT))
         weights = gl.load(
             weights_ptr + token * weights_token + head, mask=head < NUM_HEADS, other=0.0
@@ -128,26 +157,36 @@ def hopper_paged_logits_kernel(
         word = gl.arange(0, 32, layout=gl.SliceLayout(0, QUERY))
         at = q_ptr + token * q_token + (mine * q_head)[:, None] + word[None, :]
         q = gl.load(at, mask=(mine < NUM_HEADS)[:, None] & (word >= 0)[None, :], other=0)
-        q_tile = gl.allocate_shared_memory(gl.float16, [HEADS, 128], SHARED)
+        q_tile = gl.allocate_shared_memory(
+            gl.float16, [HEADS, 128], gl.NVMMASharedLayout(128, 16, 2)
+        )
         q_tile.store(_as_operand(q, HEADS, False))
         fence_async_shared()
         thread_barrier()
         zero = gl.zeros([64, HEADS], gl.float32, PRODUCT)
+        place = _key_of(gl.arange(0, 64, layout=ROW))
         out = logits_ptr + token * logits_row
         for page in range(low, high):
-            keys = gl.convert_layout(_as_operand(words, 64, True), OPERAND)
+            turn = page - low
+            async_copy.wait_group(STAGES - 2)
+            # Now all threads' copies of this page are there, and all have read the page before.
+            thread_barrier()
+            words = keys.index(turn % STAGES).load(WORDS)
+            scale = scales.index(turn % STAGES).load(ROW)
+            ahead = page + STAGES - 1
+            stage = (turn + STAGES - 1) % STAGES
+            _copy_page(
+                data_ptr, scale_ptr, block, ahead < high, data_block, scale_block,
+                keys.index(stage), scales.index(stage),
+            )  # fmt: skip
+            # An entry of the table is loaded a page before it is used.
+            block = gl.load(table + (ahead + 1), mask=ahead + 1 < high, other=0)
+            operand = gl.convert_layout(_as_operand(words, 64, True), OPERAND)
             products = warpgroup_mma(
-                keys, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True
+                operand, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True
             )
-            # The next page is loaded while the products run; its table entry was loaded a page ago.
-            block, following = after, page + 1
-            after = gl.load(table + page + 2, mask=page + 2 < high, other=0)
-            count = gl.where(following < high, length - following * 64, 0)
-            words = _page_words(data_ptr, block, data_block, count, WORDS)
-            by = scale
-            scales = scale_ptr + block.to(gl.int64) * scale_block + place
-            scale = gl.load(scales, mask=place < count, other=0.0)
             products = warpgroup_mma_wait(0, deps=[products])
-            logits = gl.sum(gl.maximum(products, 0.0) * weights[None, :], 1) * by
+            logits = gl.sum(gl.maximum(products, 0.0) * weights[None, :], 1) * scale
             key = page * 64 + place
             gl.store(out + key, logits, mask=key < length)
+        async_copy.wait_group(0)
