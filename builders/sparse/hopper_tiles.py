@@ -42,10 +42,11 @@ FEWEST_INDEX_ROWS: Final = 32
 """Fewest heads of the indexer that a product has rows for."""
 MOST_INDEX_ROWS: Final = 64
 """Most heads of the indexer that a product has rows for."""
-INDEX_PAGES: Final = 16
-"""Most pages of a program of the indexer, which loads its queries once for all of them."""
-INDEX_PROGRAMS: Final = 8
-"""Programs of the indexer that each multiprocessor has at least, before any takes several pages."""
+INDEX_PROGRAMS: Final = 4
+"""Programs that score pages of the indexer and fit a multiprocessor side by side."""
+INDEX_PIECES: Final = 6
+"""Fewest programs that score pages of the indexer for each query token. With fewer, pieces of rows
+would differ in length by more."""
 INDEX_KEYS: Final = 256
 """Gathered keys of a tile of the indexer."""
 MOST_INDEX_TOKENS: Final = 128
@@ -229,22 +230,20 @@ def index_tile_of(kind: DeviceKind, dtype: DType, num_heads: int, width: int) ->
     )
     if not serves:
         return IndexTile()
-    return IndexTile(hopper_pages=INDEX_PAGES, hopper_rows=MOST_INDEX_TOKENS)
+    return IndexTile(takes_hopper=True, hopper_rows=MOST_INDEX_TOKENS)
 
 
-def index_pages(tile: IndexTile, multiprocessors: int, num_rows: int, blocks: int) -> int:
-    """Pages of a program of the indexer's Hopper kernel.
+def index_programs(multiprocessors: int, num_rows: int) -> int:
+    """Programs of the indexer's Hopper kernel over pages: whole rounds of those that run at once.
 
-    No bit of a result depends on the number, and the kernel is compiled once for all numbers.
+    No bit of a result depends on the number.
 
     Args:
-        tile: tile of the indexer, with the most pages.
         multiprocessors: multiprocessors of the device.
         num_rows: rows of the launch.
-        blocks: most blocks of a row.
     """
-    pages = min(tile.hopper_pages, num_rows * blocks // (INDEX_PROGRAMS * multiprocessors))
-    return 1 << (max(pages, 1).bit_length() - 1)
+    at_once = INDEX_PROGRAMS * multiprocessors
+    return cdiv(max(INDEX_PIECES * num_rows, 1), at_once) * at_once
 
 
 def index_tokens(tile: IndexTile, multiprocessors: int, num_rows: int, most_keys: int) -> int:

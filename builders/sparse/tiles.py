@@ -280,8 +280,8 @@ class IndexTile:
     fp8_products: bool = False
     """e4m3 queries and keys are multiplied as e4m3, whose sums have less than fp32's precision.
     Otherwise they are multiplied as fp16, exactly."""
-    hopper_pages: int = 0
-    """Most pages of a program of the Hopper kernel; 0 gives all rows to the portable kernel."""
+    takes_hopper: bool = False
+    """Whether the Hopper kernel scores over pages."""
     hopper_rows: int = 0
     """Most rows of queries that a program of the Hopper kernel scores over gathered keys; 0 gives
     all rows to the portable kernel. The Hopper kernel multiplies e4m3 as e4m3."""

@@ -16,6 +16,7 @@ from attn.kernels.sparse.indexer.hopper_logits import hopper_paged_logits_kernel
 from attn.ops.indexer import paged_index_logits
 from attn.testing import oracle
 from builders.launch.call import KernelCall
+from builders.sparse.hopper_tiles import index_programs
 from builders.sparse.tiles import IndexTile
 from specs.base import cdiv
 from specs.rows import LatentFormat
@@ -26,7 +27,7 @@ PAGE, WIDTH = 64, 128
 ROW = LatentFormat.INDEXER_FP8.row(WIDTH).nbytes
 NO_BLOCK = 2**30
 """An entry of a block table that nobody may follow."""
-TILE = IndexTile(hopper_pages=16)
+TILE = IndexTile(takes_hopper=True)
 
 
 def elements(words: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -113,22 +114,43 @@ LENS = (130, 1, 64, 65, 0, 700)
 """Lengths that end inside a page and at its end, and one for which all stages are used anew."""
 
 
-@pytest.mark.parametrize("pages", [1, 3, 4, 16])
+def launch_programs(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(hopper_launch, "index_programs", lambda *_: count)
+
+
+@pytest.mark.parametrize("programs", [7, 8, 13, 40])
 @pytest.mark.parametrize("heads", [20, 64])
 def test_logits_are_those_of_the_definition(
-    heads: int, pages: int, calls: list[KernelCall], monkeypatch: pytest.MonkeyPatch
+    heads: int, programs: int, calls: list[KernelCall], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hopper_launch, "index_pages", lambda *_: pages)
+    launch_programs(monkeypatch, programs)
     given = Paged(LENS, heads)
     assert given.is_right(given.logits())
-    assert [call.grid for call in calls] == [(cdiv(11, pages), 6)]
+    assert [call.grid for call in calls] == [(programs,)]
+
+
+@pytest.mark.usefixtures("calls")
+@pytest.mark.parametrize("rows", [127, 128, 129, 300])
+def test_rows_are_counted_in_turns(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of the first and of later turns, rows that see nothing between them."""
+    launch_programs(monkeypatch, rows + 5)
+    some = {0: (0, 130), 126: (0, 64), 127: (0, 65), 128: (0, 1), 299: (0, 129)}
+    given = Paged((130,), 8, tuple(some.get(row, (0, 0)) for row in range(rows)))
+    assert given.is_right(given.logits())
+
+
+@pytest.mark.parametrize(
+    ("rows", "programs"), [(1, 528), (64, 528), (88, 528), (89, 1056), (1024, 6336)]
+)
+def test_programs_are_whole_rounds(rows: int, programs: int) -> None:
+    assert index_programs(132, rows) == programs
 
 
 @pytest.mark.usefixtures("calls")
 @pytest.mark.parametrize("share", [0.3, 1.0])
 def test_copies_may_come_late(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     gluon_in_numpy.delay(monkeypatch, share)
-    monkeypatch.setattr(hopper_launch, "index_pages", lambda *_: 16)
+    launch_programs(monkeypatch, 3)
     given = Paged((700, 300), 8)
     assert given.is_right(given.logits())
 
@@ -142,22 +164,19 @@ def test_tokens_of_one_request_see_more_and_more_keys() -> None:
 @pytest.mark.usefixtures("calls")
 def test_a_row_s_bits_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     given = Paged((300, 65, 190), 16)
-    monkeypatch.setattr(hopper_launch, "index_pages", lambda *_: 4)
+    launch_programs(monkeypatch, 5)
     whole = given.logits()
-    monkeypatch.setattr(hopper_launch, "index_pages", lambda *_: 1)
+    launch_programs(monkeypatch, 30)
     for row, (_, seen) in enumerate(given.seen):
         alone = given.logits(slice(row, row + 1))
         assert torch.equal(alone[0, :seen], whole[row, :seen])
 
 
-def test_one_kernel_serves_every_number_of_pages(
-    calls: list[KernelCall], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = Paged((65,), 8)
-    for pages in (1, 2, 16):
-        monkeypatch.setattr(hopper_launch, "index_pages", lambda *_, pages=pages: pages)
-        given.logits()
-    assert [call.arguments["pages"] for call in calls] == [1, 2, 16]
+def test_one_kernel_serves_every_number_of_rows(calls: list[KernelCall]) -> None:
+    given = Paged((65, 1, 130), 8)
+    for rows in (1, 2, 3):
+        given.logits(slice(rows))
+    assert [call.arguments["rows"] for call in calls] == [1, 2, 3]
     assert len({call.variant for call in calls}) == 1
 
 

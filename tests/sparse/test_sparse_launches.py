@@ -12,7 +12,6 @@ from builders.buffers import GraphBuffers
 from builders.sparse import launches as sparse_launches
 from builders.sparse.hopper_tiles import (
     HopperOptions,
-    index_pages,
     index_tile_of,
     index_tokens,
 )
@@ -111,16 +110,6 @@ def test_rows_in_turn_are_the_same_rows(
         taken.append(record.prefill_rows.launch.rows)
     assert taken == [10, 1]
     assert torch.equal(*outputs)
-
-
-@pytest.mark.parametrize(
-    ("rows", "blocks", "pages"), [(64, 512, 16), (1, 2048, 1), (8, 400, 2), (1, 1, 1)]
-)
-def test_programs_of_logits_take_pages_once_there_are_many(
-    rows: int, blocks: int, pages: int
-) -> None:
-    tile = index_tile_of(DeviceKind.SM90, DType.FLOAT8_E4M3FN, 64, 128)
-    assert index_pages(tile, 132, rows, blocks) == pages
 
 
 @pytest.mark.parametrize(

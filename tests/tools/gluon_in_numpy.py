@@ -9,6 +9,7 @@ compiles and a GPU check them.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import sys
@@ -446,6 +447,12 @@ def _constant(x: Any, length: int) -> Any:
     return x
 
 
+def _scan(x: Any, axis: int, combine: Callable[[Any, Any], Any]) -> Any:
+    parts = np.split(np.asarray(x), np.shape(x)[axis], axis)
+    found = itertools.accumulate((value(part) for part in parts), combine)
+    return value(np.concatenate([*map(np.asarray, found)], axis))
+
+
 def _program(axis: int) -> int:
     """The number of the program that runs, in one dimension of the grid."""
     grid = _memory["grid"]
@@ -477,6 +484,7 @@ _GLUON = types.SimpleNamespace(
     max=lambda x, axis: value(np.max(np.asarray(x), axis)),
     min=lambda x, axis: value(np.min(np.asarray(x), axis)),
     sum=lambda x, axis: value(np.sum(np.asarray(x), axis)),
+    associative_scan=_scan,
     abs=np.abs,
     exp2=lambda x: value(np.exp2(np.asarray(x))),
     log2=lambda x: value(np.log2(np.asarray(x))),

@@ -13,10 +13,9 @@ from attn.kernels.sparse.indexer.hopper_ragged import hopper_ragged_logits_kerne
 from builders.device import device_facts
 from builders.launch.call import KernelCall
 from builders.sparse.arguments import IndexerKeys, RequestPages
-from builders.sparse.hopper_tiles import FEWEST_INDEX_ROWS, INDEX_KEYS, index_pages, index_tokens
+from builders.sparse.hopper_tiles import FEWEST_INDEX_ROWS, INDEX_KEYS, index_programs, index_tokens
 from builders.sparse.tiles import IndexTile
 from specs.base import cdiv
-from specs.rows import INDEXER_PAGE
 
 _KEY_BOX = 64
 
@@ -28,7 +27,6 @@ def hopper_paged_logits_call(
     pages: RequestPages,
     kv_lens: torch.Tensor,
     logits: torch.Tensor,
-    tile: IndexTile,
     most: int,
 ) -> KernelCall:
     """The launch of the Hopper kernel, which replaces the portable one for tensors that it serves.
@@ -40,15 +38,10 @@ def hopper_paged_logits_call(
         pages: the pages of each query token's request.
         kv_lens: ``[T]`` int32, the keys that each query token scores.
         logits: ``[T, M]`` fp32, written.
-        tile: how the launch cuts its work.
         most: the most keys that a query token has.
     """
     rows, heads, _ = query.shape
     q, words = query.view(torch.int32), keys.data.view(torch.int32)
-    blocks = cdiv(most, INDEXER_PAGE)
-    pages_per_program = index_pages(
-        tile, device_facts(query.device).num_multiprocessors, rows, blocks
-    )
     arguments = {
         "q_ptr": q,
         "weights_ptr": weights,
@@ -66,12 +59,12 @@ def hopper_paged_logits_call(
         "table_row": pages.block_table.stride(0),
         "logits_row": logits.stride(0),
         "most": most,
-        "pages": pages_per_program,
+        "rows": rows,
         "NUM_HEADS": heads,
         "HEADS": max(triton.next_power_of_2(heads), FEWEST_INDEX_ROWS),
     }
-    grid = (cdiv(blocks, pages_per_program), rows)
-    return KernelCall(hopper_paged_logits_kernel, grid, arguments, num_warps=4)
+    programs = index_programs(device_facts(query.device).num_multiprocessors, rows)
+    return KernelCall(hopper_paged_logits_kernel, (programs,), arguments, num_warps=4)
 
 
 def hopper_ragged_logits_call(

@@ -23,6 +23,8 @@ from attn.kernels.lang.packed import SPLIT_E4M3
 
 _STAGES = gl.constexpr(4)
 """Pages that shared memory holds. With four, four programs fit a multiprocessor."""
+_ROWS = gl.constexpr(128)
+"""Rows whose pieces are counted at once."""
 
 
 @gluon.constexpr_function
@@ -89,8 +91,48 @@ def _copy_page(
     async_copy.commit_group()
 
 
+@gluon.jit
+def _add(x, y):
+    return x + y
+
+
+@gluon.jit
+def _pages_of(lens_ptr, first, rows, most):
+    """Pages of ``_ROWS`` rows from ``first`` on. Every warp has all, so sums stay within a warp."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([_ROWS // 32], [32], [4], [0])
+    row = first + gl.arange(0, _ROWS, layout=LAYOUT)
+    lens = gl.load(lens_ptr + row, mask=row < rows, other=0)
+    return (gl.minimum(lens, most) + 63) // 64
+
+
+@gluon.jit
+def _piece_of(lens_ptr, rows, most):
+    """The row of the program's piece, the piece's place in the row, and the most pages of a piece.
+
+    A row is cut into the fewest pieces of so many pages, and there is a program for each piece:
+    rounded up, all rows together have at most one piece each more than pages of them would fill.
+    Programs without a piece get row ``rows`` or above.
+    """
+    total = 0
+    for first in range(0, rows, _ROWS):
+        total += gl.sum(_pages_of(lens_ptr, first, rows, most), 0)
+    to_fill = gl.num_programs(0) - rows
+    most_pages = gl.maximum((total + to_fill - 1) // to_fill, 1)
+    program = gl.program_id(0)
+    row = 0
+    begin = 0
+    before = 0
+    for first in range(0, rows, _ROWS):
+        pieces = (_pages_of(lens_ptr, first, rows, most) + most_pages - 1) // most_pages
+        ends = before + gl.associative_scan(pieces, 0, _add)
+        row += gl.sum((ends <= program).to(gl.int32), 0)
+        begin = gl.maximum(begin, gl.max(gl.where(ends <= program, ends, 0), 0))
+        before += gl.sum(pieces, 0)
+    return row, program - begin, most_pages
+
+
 @gluon.jit(
-    do_not_specialize=["table_row", "logits_row", "most", "pages"],
+    do_not_specialize=["table_row", "logits_row", "most", "rows"],
     do_not_specialize_on_alignment=["lens_ptr", "requests_ptr", "table_ptr", "logits_ptr"],
 )
 def hopper_paged_logits_kernel(
@@ -110,16 +152,17 @@ def hopper_paged_logits_kernel(
     table_row,
     logits_row,
     most,
-    pages,
+    rows,
     NUM_HEADS: gl.constexpr,
     HEADS: gl.constexpr,
 ):
-    """Logits of e4m3 query tokens over their requests' pages; grid ``(cdiv(most, 64 * pages), T)``.
+    """Logits of e4m3 query tokens over their requests' pages; more programs than ``rows`` tokens.
 
     Results and arguments are those of
     :func:`attn.kernels.sparse.indexer.kernels.paged_logits_kernel`, but q and data, and their
-    strides, are in words of four bytes, and a program scores ``pages`` pages. A page is read as a
-    whole, also where a token's keys end inside.
+    strides, are in words of four bytes. A page is read as a whole, also where a token's keys end
+    inside. The grid does not depend on lengths, which a captured graph could not follow: each
+    program finds its piece of a row from all tokens' lengths.
     """
     STAGES: gl.constexpr = _STAGES
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
@@ -130,11 +173,14 @@ def hopper_paged_logits_kernel(
     # Eight threads read halves of two rows at a time, which lie at different banks.
     STORED: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 2, [1, 0])
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    token = gl.program_id(1).to(gl.int64)
-    length = gl.minimum(gl.load(lens_ptr + token), most)
-    low = gl.program_id(0) * pages
-    high = gl.minimum(low + pages, (length + 63) // 64)
-    if low < high:
+    own, place_in_row, most_pages = _piece_of(lens_ptr, rows, most)
+    if own < rows:
+        token = own.to(gl.int64)
+        length = gl.minimum(gl.load(lens_ptr + token), most)
+        count = (length + 63) // 64
+        pieces = (count + most_pages - 1) // most_pages
+        low = place_in_row * count // pieces
+        high = (place_in_row + 1) * count // pieces
         request = token
         if requests_ptr is not None:
             request = gl.load(requests_ptr + token).to(gl.int64)

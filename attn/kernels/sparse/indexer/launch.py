@@ -120,15 +120,13 @@ def paged_logits_call(
     """The launch of :func:`attn.ops.indexer.paged_index_logits`, which explains the arguments."""
     keys, table = planes_of(kv_cache, query.shape[2]), pages.block_table
     most = min(logits.shape[1], table.shape[1] * INDEXER_PAGE)
-    if tile.hopper_pages:
+    if tile.takes_hopper:
         # Gluon is imported only where it is used.
         from attn.kernels.sparse.hopper_launch import is_aligned
         from attn.kernels.sparse.indexer.hopper_launch import hopper_paged_logits_call
 
         if is_aligned(query, keys.data):
-            return hopper_paged_logits_call(
-                query, weights, keys, pages, kv_lens, logits, tile, most
-            )
+            return hopper_paged_logits_call(query, weights, keys, pages, kv_lens, logits, most)
     arguments = _query_arguments(query, weights, tile, hardware_e4m3) | {
         "data_ptr": keys.data,
         "scale_ptr": keys.scale,
