@@ -42,7 +42,7 @@ FEWEST_INDEX_ROWS: Final = 32
 """Fewest heads of the indexer that a product has rows for."""
 MOST_INDEX_ROWS: Final = 64
 """Most heads of the indexer that a product has rows for."""
-INDEX_PROGRAMS: Final = 4
+INDEX_PROGRAMS: Final = 5
 """Programs that score pages of the indexer and fit a multiprocessor side by side."""
 INDEX_PIECES: Final = 6
 """Fewest programs that score pages of the indexer for each query token. With fewer, pieces of rows

@@ -281,7 +281,7 @@ class IndexTile:
     """e4m3 queries and keys are multiplied as e4m3, whose sums have less than fp32's precision.
     Otherwise they are multiplied as fp16, exactly."""
     takes_hopper: bool = False
-    """Whether the Hopper kernel scores over pages."""
+    """Whether the Hopper kernel scores over pages. It multiplies e4m3 as e4m3."""
     hopper_rows: int = 0
     """Most rows of queries that a program of the Hopper kernel scores over gathered keys; 0 gives
     all rows to the portable kernel. The Hopper kernel multiplies e4m3 as e4m3."""

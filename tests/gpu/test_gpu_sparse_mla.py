@@ -251,14 +251,21 @@ def test_keys_are_the_twins_bytes() -> None:
     assert torch.equal(found.cpu(), wanted)
 
 
+def share_of_terms(dtype: torch.dtype) -> float:
+    """Largest error of the chosen kernel; on Hopper it multiplies e4m3 as e4m3."""
+    is_hopper = device_facts(DEVICE).kind is DeviceKind.SM90
+    return 2.0**-11 if is_hopper and dtype == E4M3 else 2.0**-20
+
+
 @pytest.mark.parametrize("heads", [1, 32, 40, 64])
 @pytest.mark.parametrize("dtype", [E4M3, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tile", [None, IndexTile()], ids=["chosen", "plain"])
 def test_paged_logits(heads: int, dtype: torch.dtype, tile: IndexTile | None) -> None:
+    share = share_of_terms(dtype) if tile is None else 2.0**-20
     for lens in ([5000, 1, 64, 65, 0, 2048, 4097], [40000] * 20, [300]):
         keys = Keys(lens, heads, dtype)
         found = keys.paged(tile)
-        keys.check(found, 2.0**-20)
+        keys.check(found, share)
         assert torch.equal(found.nan_to_num(), keys.paged(tile).nan_to_num())
 
 

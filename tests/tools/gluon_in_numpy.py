@@ -266,6 +266,9 @@ def _reinterpret(memory: Memory, dtype: Any, shape: Sequence[int], layout: None)
             # A row goes on in the next box.
             return Words(memory.array, shape)
         return Memory(memory.array.view(np.int32).reshape(shape))
+    if dtype == "e4m3" and len(shape) == 2:
+        # The numbers that are there now: such memory is not written again.
+        return Memory(_e4m3(memory.array).reshape(shape))
     if shape[0] == boxes and dtype != "e4m3":
         return Memory(memory.array.reshape(shape))
     return Tiles(memory.array, shape, dtype == "e4m3")

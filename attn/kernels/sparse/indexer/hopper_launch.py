@@ -41,11 +41,11 @@ def hopper_paged_logits_call(
         most: the most keys that a query token has.
     """
     rows, heads, _ = query.shape
-    q, words = query.view(torch.int32), keys.data.view(torch.int32)
+    q = query.view(torch.uint8)
     arguments = {
         "q_ptr": q,
         "weights_ptr": weights,
-        "data_ptr": words,
+        "data_ptr": keys.data,
         "scale_ptr": keys.scale,
         "table_ptr": pages.block_table,
         "requests_ptr": pages.requests,
@@ -54,7 +54,7 @@ def hopper_paged_logits_call(
         "q_token": q.stride(0),
         "q_head": q.stride(1),
         "weights_token": weights.stride(0),
-        "data_block": words.stride(0),
+        "data_block": keys.data.stride(0),
         "scale_block": keys.scale.stride(0),
         "table_row": pages.block_table.stride(0),
         "logits_row": logits.stride(0),
