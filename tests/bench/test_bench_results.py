@@ -14,6 +14,7 @@ from attn.bench.cases.dense import (
     BenchTable,
 )
 from attn.bench.cases.latent import MLA_CASES, SPARSE_CASES
+from attn.bench.results import host
 from attn.bench.results.chart import cases_of
 from attn.bench.results.render import render_markdown
 from attn.bench.results.report import load_results
@@ -705,3 +706,31 @@ def test_what_batch_invariance_costs_is_judged(invariant, verdict):
     assert bounds["pre_d256_1x8k"] == 1.6
     assert bounds["dec_d256_b32_8k"] == 1.05
     assert all(case.compare_batch_invariant for case in INVARIANCE_CASES)
+
+
+def test_the_page_of_host_times_has_every_case_of_every_table(hopper_results, tmp_path, capsys):
+    latent = BenchResults(
+        environment=ENVIRONMENT.replace(table=BenchTable.MLA, backend="TRITON_MLA"),
+        cases=(
+            CaseResult(
+                case=next(case for case in MLA_CASES if case.name == "mla_h16_b32_8k"),
+                ours=measured("ours", 90.0, host_us=31.0, launches=1),
+                peers=(measured("fa3", 92.0, host_us=30.0),),
+            ),
+        ),
+    )
+    paths = [tmp_path / "hopper.json", tmp_path / "mla.json"]
+    for path, results in zip(paths, (hopper_results, latent), strict=True):
+        path.write_text(results.model_dump_json())
+    assert host.main([*map(str, paths), "--out", str(tmp_path / "host.md")]) == 0
+    text = (tmp_path / "host.md").read_text()
+    assert "Targets: 1 met, 0 level, 1 NOT met, 0 not measured." in text
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    shown = {row[0]: row[1:] for row in rows if len(row) > 5}
+    assert shown["dec_b8_8k"] == ["**8.2**", "", "", "", "-", "", "", "", "", ""]
+    assert shown["pre_1x8k"][0] == "**9.5**"
+    assert shown["pre_1x8k"][-2:] == ["<= 20 us", "met"]
+    assert shown["mla_h16_b32_8k"] == ["**31.0**", "", "1", "30.0", "", "", "", "<= fa3", "NOT met"]
+    assert "pre_fp8_1x8k" not in shown
+    assert host.main([str(tmp_path / "none.json")]) == 2
+    assert capsys.readouterr().err.startswith("error: ")

@@ -28,6 +28,7 @@ from attn.bench.results.results import (
     BenchResults,
     CaseResult,
     Contender,
+    Environment,
     Verdict,
     allocation_check,
     checks_of,
@@ -167,7 +168,7 @@ def render_markdown(results: BenchResults, since: str = "") -> str:
     }
     parts = [
         f"{title}, against the fastest kernels for it" if table_.takes_hopper else title,
-        _when(results),
+        measured_line(results.environment),
         *filter(None, [since]),
         how,
         " ".join(filter(None, [_summary(results), standings_line(results)])),
@@ -201,8 +202,8 @@ def _graphs(results: BenchResults) -> str:
     return f"{how}\n\n{found}"
 
 
-def _when(results: BenchResults) -> str:
-    environment = results.environment
+def measured_line(environment: Environment) -> str:
+    """When and with which versions something was measured."""
     versions = ", ".join(
         f"{name} {getattr(environment, name)}" for name in ("torch", "triton", "vllm", "flashinfer")
     )
@@ -217,7 +218,7 @@ def _render_lines(results: BenchResults, since: str) -> str:
     how = _HOW_LATENT if environment.table is BenchTable.TRTLLM_MLA else _HOW_LINES
     parts = [
         f"# {environment.backend} on {environment.device}, beside FlashInfer's own calls",
-        _when(results),
+        measured_line(results.environment),
         *filter(None, [since]),
         how.format(rounds=environment.rounds, clock=clock, calls=GRAPH_CALLS),
         "Targets: " + ", ".join(f"{counts[v]} {v.value}" for v in Verdict) + ".",
