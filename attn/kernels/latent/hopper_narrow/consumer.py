@@ -24,6 +24,7 @@ from attn.kernels.dense.hopper_decode.parts import FIELDS, load_work_item, share
 from attn.kernels.dense.hopper_prefill.scheduler import wide
 from attn.kernels.dense.tile import power_of_two_guard
 from attn.kernels.lang.compat import thread_barrier
+from attn.kernels.lang.constants import LOG2E
 from attn.kernels.lang.opaque import opaque_zero
 from attn.kernels.lang.packed import e4m3_planes
 from attn.kernels.lang.structures import Head, State
@@ -295,7 +296,7 @@ def _load_head(work, query, cache, room, plan, tile):
         left=_query_of(room.q_left.slice(0, _KEPT, dim=1), tile.OUTPUT, tile.E4M3),
         rope=_query_of(room.q_rope, tile.OUTPUT, tile.E4M3),
     )
-    natural = up * (query.factor * v_factor)
+    natural = up * (query.scale * LOG2E * v_factor)
     return Head(kv_head=0, in_group=in_group, natural=natural, v_factor=v_factor), kept
 
 
