@@ -210,7 +210,7 @@ def _query_part(token, count, in_group, query, tile, first: gl.constexpr, WIDTH:
     """
     LANES: gl.constexpr = min(32, WIDTH // 8)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [_WARPS, 1], [1, 0])
-    row = gl.arange(0, 16, layout=gl.SliceLayout(1, LAYOUT))
+    row = gl.arange(0, 16, layout=gl.SliceLayout(1, LAYOUT)) + opaque_zero()
     column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
     head = in_group + row % tile.TILE_HEADS
     wanted = (row < count * tile.TILE_HEADS) & (head < tile.GROUP)
@@ -387,7 +387,7 @@ def _write_or_store(is_all, work, head, state, lending_group, plan, out, tile):
     token = gl.load(work.fields + 1)
     count = gl.load(work.fields + 2)
     if is_all:
-        place = gl.arange(0, 16, layout=gl.SliceLayout(1, STATE))
+        place = gl.arange(0, 16, layout=gl.SliceLayout(1, STATE)) + opaque_zero()
         heads = head.in_group + place % tile.TILE_HEADS
         column = gl.arange(0, tile.SIZE, layout=gl.SliceLayout(0, STATE))
         at = token + place // tile.TILE_HEADS
