@@ -533,6 +533,7 @@ _NAMES: dict[str, Any] = {
     "warpgroup_mma_wait": lambda pending, deps: deps if len(deps) > 1 else deps[0],
     "e4m3_planes": _e4m3_planes,
     "opaque_zero": lambda: 0,
+    "opaque": lambda x: x,
     "prefetch_l2": _nothing,
     "let_kernels_behind_start": _nothing,
     "wait_for_kernels_before": _open,

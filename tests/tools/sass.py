@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import re
 from dataclasses import dataclass
 
@@ -37,6 +39,11 @@ class _Instruction:
     copies: bool = False
     """It moves a register, which may be one of a group that nobody looks at: what was not written
     is not written in the copy either, and to move it is no use of it."""
+    calls: bool = False
+    """It calls a function, without a condition."""
+    returns: bool = False
+    returned: int = 0
+    """Bits of the registers that the called function has written when it comes back."""
     before: int | None = None
     """Bits of the registers that every path to here has written; None until one path is known."""
 
@@ -61,6 +68,7 @@ def undefined_reads(sass: str) -> list[str]:
     code = _parsed(sass)
     if not code:
         return []
+    _note_results(code)
     code[0].before = 0
     _spread(code, [0])
     # The text does not name the targets of an indirect branch: they are what nothing else leads to.
@@ -73,6 +81,23 @@ def undefined_reads(sass: str) -> list[str]:
     return [one.text for one in known if _misses(one, one.before or 0)]
 
 
+def _note_results(code: list[_Instruction]) -> None:
+    """Note for every call what the called function writes on all paths to its returns.
+
+    ptxas 13.4 returns the quotient of two int64 in a uniform register. A copy of what only the
+    caller has written does not count.
+    """
+    for i, one in enumerate(code):
+        if not one.calls or one.next[0] == i + 1:
+            continue
+        code[one.next[0]].before = 0
+        _spread(code, [one.next[0]])
+        ends = [end.before for end in code if end.before is not None and end.returns]
+        one.returned = functools.reduce(operator.and_, ends) if ends else 0
+        for other in code:
+            other.before = None
+
+
 def _misses(one: _Instruction, known: int) -> bool:
     return any(not known >> register & 1 for register in one.read)
 
@@ -80,12 +105,15 @@ def _misses(one: _Instruction, known: int) -> bool:
 def _spread(code: list[_Instruction], work: list[int]) -> None:
     """Follow all paths from these instructions, and note the registers written on every path."""
     while work:
-        one = code[work.pop()]
+        at = work.pop()
+        one = code[at]
         for i in one.next:
             if i == _INDIRECT:
                 continue
-            known = code[i].before
-            new = one.after if known is None else known & one.after
+            known, after = code[i].before, one.after
+            if i == at + 1:
+                after |= one.returned
+            new = after if known is None else known & after
             if new != known:
                 code[i].before = new
                 work.append(i)
@@ -117,7 +145,12 @@ def _one(i: int, text: str, place: dict[int, int]) -> _Instruction:
         for k in _span(part, place_of)
     }
     following = _next(i, base, operands, bool(predicated), place)
-    return _Instruction(text, written, read, following, base in ("UMOV", "MOV") and bool(read))
+    return _Instruction(
+        text, written, read, following,
+        copies=base in ("UMOV", "MOV") and bool(read),
+        calls=base == "CALL" and not predicated,
+        returns=base == "RET",
+    )  # fmt: skip
 
 
 def _span(part: str, place: int) -> range:
@@ -135,7 +168,8 @@ def _next(
         return [i + 1] if predicated else []
     if base in ("BRX", "BRXU"):
         return [_INDIRECT]
-    # A call has two successors: where it goes, and where it comes back to, with all that it had.
+    # A call has two successors: where it goes, and where it comes back to, with all that it had
+    # and what the function has written.
     if base not in ("BRA", "CALL"):
         return [i + 1] if i + 1 < len(place) else []
     target = place.get(int(operands[-1], 16)) if operands[-1].startswith("0x") else None

@@ -72,6 +72,17 @@ def test_a_called_function_begins_with_what_its_callers_know() -> None:
     assert undefined_reads(sass(*lines)) == ["UIADD3 UR6, UR4, 0x1, URZ"]
 
 
+def test_a_call_comes_back_with_what_the_function_writes_on_all_its_paths() -> None:
+    use = "UIADD3 UR6, UR4, 0x1, URZ"
+    write = "UIADD3 UR4, UR5, 0x1, URZ"
+    lines = ["CALL.REL.NOINC 0x40", use, "EXIT", write, "RET.REL.NODEC R2 0x0"]
+    assert undefined_reads(sass(*lines)) == []
+    # A path around the write, and a call that may not happen.
+    around = ["CALL.REL.NOINC 0x40", use, "EXIT", "@P0 BRA 0x60", write, "RET R2 0x0"]
+    assert undefined_reads(sass(*around)) == [use]
+    assert undefined_reads(sass("@P0 CALL.REL.NOINC 0x40", *lines[1:])) == [use]
+
+
 # The left operand is R4 to R7.
 PRODUCT = "HGMMA.64x64x16.F32.BF16 R24, R4, gdesc[UR8].tnspB, R24, gsb0"
 OTHER = "HGMMA.64x64x16.F32.BF16 R56, gdesc[UR8], RZ, !UPT, gsb0"

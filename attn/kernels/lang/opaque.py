@@ -24,6 +24,14 @@ def opaque_zero():
 
 
 @gluon.jit
+def opaque(value):
+    """An fp32 number, hidden from LLVM; what depends on it is computed where it is used."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=f,f", [value], dtype=gl.float32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def program_number():
     """``gl.program_id(0)``, hidden from ptxas 13.
 

@@ -39,8 +39,8 @@ class LatentQuery:
     """int32, units from a token's rotary part to the next one's."""
     rotary_head: Value
     """int32, units from a head's rotary part to the next one's."""
-    factor: gl.tensor
-    """fp32 factor of the products: the layer's scale times log2(e)."""
+    scale: gl.tensor
+    """fp32, the layer's scale."""
 
     @gluon.jit
     def absorbed_at(self, token, head):
@@ -64,7 +64,7 @@ def clear_padding(num_rows, plan, out, zero, HEADS: gl.constexpr):
     replayed for steps with fewer tokens than it was captured for, and its other rows go through the
     projections that follow, so they must hold numbers. All programs share the rows; one warp of
     each runs this. ``zero`` is 0; where the compiler does not know that, it computes a thread's
-    columns here and not early.
+    columns and the number of the rows' heads here and not early.
     """
     items = gl.load(plan.total_ptr)
     # Work items have the order of their tokens.
@@ -74,7 +74,7 @@ def clear_padding(num_rows, plan, out, zero, HEADS: gl.constexpr):
     LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
     column = zero + gl.arange(0, 512, layout=LAYOUT)
     zeros = gl.zeros([512], out.out_ptr.dtype.element_ty, LAYOUT)
-    for i in range(first + gl.program_id(0), num_rows * HEADS, gl.num_programs(0)):
+    for i in range(first + gl.program_id(0), (num_rows + zero) * HEADS, gl.num_programs(0)):
         token = i // HEADS
         head = i % HEADS
         at = token.to(gl.int64) * out.out_token + head * out.out_head

@@ -24,6 +24,7 @@ from attn.kernels.dense.hopper_decode.parts import FIELDS, load_work_item, share
 from attn.kernels.dense.hopper_prefill.scheduler import wide
 from attn.kernels.dense.tile import power_of_two_guard
 from attn.kernels.lang.compat import thread_barrier
+from attn.kernels.lang.constants import LOG2E
 from attn.kernels.lang.opaque import opaque_zero
 from attn.kernels.lang.packed import e4m3_planes
 from attn.kernels.lang.structures import Head, State
@@ -209,7 +210,7 @@ def _query_part(token, count, in_group, query, tile, first: gl.constexpr, WIDTH:
     """
     LANES: gl.constexpr = min(32, WIDTH // 8)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [_WARPS, 1], [1, 0])
-    row = gl.arange(0, 16, layout=gl.SliceLayout(1, LAYOUT))
+    row = gl.arange(0, 16, layout=gl.SliceLayout(1, LAYOUT)) + opaque_zero()
     column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
     head = in_group + row % tile.TILE_HEADS
     wanted = (row < count * tile.TILE_HEADS) & (head < tile.GROUP)
@@ -295,7 +296,7 @@ def _load_head(work, query, cache, room, plan, tile):
         left=_query_of(room.q_left.slice(0, _KEPT, dim=1), tile.OUTPUT, tile.E4M3),
         rope=_query_of(room.q_rope, tile.OUTPUT, tile.E4M3),
     )
-    natural = up * (query.factor * v_factor)
+    natural = up * (query.scale * LOG2E * v_factor)
     return Head(kv_head=0, in_group=in_group, natural=natural, v_factor=v_factor), kept
 
 
@@ -386,7 +387,7 @@ def _write_or_store(is_all, work, head, state, lending_group, plan, out, tile):
     token = gl.load(work.fields + 1)
     count = gl.load(work.fields + 2)
     if is_all:
-        place = gl.arange(0, 16, layout=gl.SliceLayout(1, STATE))
+        place = gl.arange(0, 16, layout=gl.SliceLayout(1, STATE)) + opaque_zero()
         heads = head.in_group + place % tile.TILE_HEADS
         column = gl.arange(0, tile.SIZE, layout=gl.SliceLayout(0, STATE))
         at = token + place // tile.TILE_HEADS

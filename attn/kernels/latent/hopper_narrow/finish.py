@@ -27,6 +27,7 @@ from attn.kernels.dense.hopper_decode.finish import (
 )
 from attn.kernels.dense.hopper_decode.parts import FIELDS
 from attn.kernels.lang.compat import thread_barrier
+from attn.kernels.lang.opaque import opaque_zero
 from attn.kernels.lang.structures import Cells, State
 
 BLOCK = tl.constexpr(4)
@@ -84,9 +85,10 @@ def _store_or_write(state, cells, column, target, stores, work, head, plan, out,
     else:
         token = gl.load(work.fields + 1)
         count = gl.load(work.fields + 2)
-        in_tile = head.in_group + cells.row % tile.TILE_HEADS
-        wanted = (cells.row < count * tile.TILE_HEADS) & (in_tile < tile.GROUP)
-        at = token + cells.row // tile.TILE_HEADS
+        row = cells.row + opaque_zero()
+        in_tile = head.in_group + row % tile.TILE_HEADS
+        wanted = (row < count * tile.TILE_HEADS) & (in_tile < tile.GROUP)
+        at = token + row // tile.TILE_HEADS
         write_state(state, at, in_tile, wanted, column, head.v_factor, out)
 
 

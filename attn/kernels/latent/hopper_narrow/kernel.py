@@ -32,7 +32,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from attn.kernels.dense.hopper_decode.parts import FIELDS, load_work_item, share_at
 from attn.kernels.dense.hopper_decode.producer import pages_of
 from attn.kernels.lang.compat import async_load, reinterpret, wait_for_kernels_before
-from attn.kernels.lang.constants import LOG2E
 from attn.kernels.lang.structures import Out, Plan, Tile, causal_mask
 from attn.kernels.latent.hopper_narrow.consumer import consume_narrow
 from attn.kernels.latent.structures import (
@@ -247,7 +246,7 @@ def hopper_mla_narrow_kernel(
     wait_for_kernels_before()
     query = LatentQuery(
         query_ptr=query_ptr, rotary_ptr=rotary_ptr, query_token=query_token, query_head=query_head,
-        rotary_token=rotary_token, rotary_head=rotary_head, factor=scale * LOG2E,
+        rotary_token=rotary_token, rotary_head=rotary_head, scale=scale,
     )  # fmt: skip
     ring = NarrowRing(
         left_boxes=left_boxes, right_boxes=right_boxes, rope_boxes=rope_boxes, k_left=k_left,

@@ -27,7 +27,8 @@ from attn.kernels.dense.hopper_prefill.scheduler import wide
 from attn.kernels.dense.hopper_prefill.vector_store import side_by_side, store_side_by_side
 from attn.kernels.dense.query_rows import write_lse
 from attn.kernels.lang.compat import reinterpret, thread_barrier
-from attn.kernels.lang.opaque import opaque_zero
+from attn.kernels.lang.constants import LOG2E
+from attn.kernels.lang.opaque import opaque, opaque_zero
 from attn.kernels.lang.structures import State
 from attn.kernels.lang.wgmma import base_of, scaled_rows
 from attn.kernels.latent.hopper_wide.parts import BLOCK, HALF, cut_at, store_part
@@ -78,9 +79,21 @@ def _all_scores(s, z, phase, key_tile, operands, ring, bounds, W: gl.constexpr):
     s = warpgroup_mma_wait(0, deps=[s])
     if key_tile * _TILE + (W + 1) * BLOCK > bounds.all_high:
         KEYS: gl.constexpr = gl.SliceLayout(0, s.type.layout)
-        key = key_tile * _TILE + W * BLOCK + gl.arange(0, 64, layout=KEYS)
+        # Without ``z`` warp group 1 would keep its 16 columns in registers during the loop.
+        column = gl.arange(0, 64, layout=KEYS) + z
+        key = key_tile * _TILE + W * BLOCK + column
         s = gl.where(key[None, :] <= bounds.limit[:, None], s, float("-inf"))
     return s
+
+
+@gluon.jit
+def _factor(query):
+    """The factor of products: the layer's scale in units of log 2.
+
+    It is computed for each tile. A product that the compiler knows would be computed at the start
+    of the kernel and occupy a register in all warp groups, and Triton 3.9 spills.
+    """
+    return opaque(query.scale) * LOG2E
 
 
 @gluon.jit
@@ -138,10 +151,11 @@ def _first_block(
         thread_barrier()
         mbarrier.arrive(ring.empty.index(3), count=1)
     s = _all_scores(s, z, phase, key_tile, operands, ring, bounds, 0)
+    factor = _factor(query)
     # Maxima are in units of log 2 and rounded once, so that differences of two are nearly exact.
-    top = gl.maximum(m, gl.max(s, 1) * query.factor)
+    top = gl.maximum(m, gl.max(s, 1) * factor)
     base = base_of(top)
-    weights = gl.exp2(s * query.factor - base[:, None])
+    weights = gl.exp2(s * factor - base[:, None])
     narrow = weights.to(tile.DTYPE)
     _publish(narrow, top, room.m_first, ring, room, 0)
     shrink = gl.exp2(m - base)
@@ -192,7 +206,8 @@ def _second_block(turn, key_tile, state, operands, query, bounds, ring, room, ti
         mbarrier.arrive(ring.empty.index(4), count=1)
     s = _scores(z, phase, operands, ring, 1, SCORES)
     s = _all_scores(s, z, phase, key_tile, operands, ring, bounds, 1)
-    own = gl.max(s, 1) * query.factor
+    factor = _factor(query)
+    own = gl.max(s, 1) * factor
     if not EARLY:
         first, shrink, o = _take_first(
             z, turn, key_tile, state, operands, ring, room, bounds.kv_len, SCORES
@@ -200,7 +215,7 @@ def _second_block(turn, key_tile, state, operands, query, bounds, ring, room, ti
     top = gl.maximum(first, own)
     base = base_of(top)
     # Unless EARLY, this runs while the product with the first block does.
-    weights = gl.exp2(s * query.factor - base[:, None])
+    weights = gl.exp2(s * factor - base[:, None])
     again = gl.exp2(first - base)
     l = state.l * (shrink * again) + gl.sum(weights, 1)
     narrow = weights.to(tile.DTYPE)

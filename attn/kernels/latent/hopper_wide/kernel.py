@@ -18,17 +18,23 @@ hold anything. As values they are overwritten with zeros, since zero times NaN i
 
 from __future__ import annotations
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from attn.kernels.lang.compat import let_kernels_behind_start, wait_for_kernels_before
-from attn.kernels.lang.constants import LOG2E
 from attn.kernels.lang.structures import Out, Plan, Tile
 from attn.kernels.latent.hopper_wide.consumer import consume_latents
 from attn.kernels.latent.hopper_wide.parts import BLOCK, HALF
 from attn.kernels.latent.hopper_wide.producer import produce_latents
 from attn.kernels.latent.structures import LatentCache, LatentQuery, WideRing, WideRoom
+
+_SECOND = tl.constexpr(232)
+"""Registers of a thread of warp group 1. Warp group 0 has what is left: 216."""
+_PRODUCER = tl.constexpr(56)
+"""Registers of a thread of the producer. With fewer, Triton 3.9 spills values that both warp group
+1 and the producer compute from the thread's number, since the producer's code keeps them."""
 
 
 @gluon.jit(
@@ -96,7 +102,7 @@ def hopper_mla_kernel(
     RUNS: gl.constexpr = 64 // RUN
     query = LatentQuery(
         query_ptr=query_ptr, rotary_ptr=rotary_ptr, query_token=query_token, query_head=query_head,
-        rotary_token=rotary_token, rotary_head=rotary_head, factor=scale * LOG2E,
+        rotary_token=rotary_token, rotary_head=rotary_head, scale=scale,
     )  # fmt: skip
     cache = LatentCache(
         k_desc=k_desc, rope_desc=None, table_ptr=table_ptr, table_row=table_row, k_scale_ptr=None,
@@ -120,10 +126,6 @@ def hopper_mla_kernel(
         OUTPUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16]), CONSUMERS=2,
         FINISH_ROWS=0, FINISH_WIDTH=0,
     )  # fmt: skip
-    # Registers of warp group 1 and of the producer; warp group 0 has the rest. Without EARLY,
-    # Triton 3.9 keeps more values in warp group 1.
-    SECOND: gl.constexpr = 224 if EARLY else 248
-    PRODUCER: gl.constexpr = 56 if EARLY else 40
     # Both blocks of a tile of keys: left half of the latents, right half, rope.
     left_boxes = gl.allocate_shared_memory(DTYPE, [8 * RUNS, 1, RUN, 64], STAGES)
     right_boxes = gl.allocate_shared_memory(DTYPE, [8 * RUNS, 1, RUN, 64], STAGES)
@@ -167,5 +169,5 @@ def hopper_mla_kernel(
             (produce_latents, (num_rows, cache, ring, plan, out, GROUP)),
         ],
         [4, 1],
-        [SECOND, PRODUCER],
+        [_SECOND, _PRODUCER],
     )
