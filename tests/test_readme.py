@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attn.bench.results.chart import cases_of, workloads_of
+from attn.bench.results.chart import workloads_of
 from tests.tools import house
 
 ROOT = Path(__file__).parents[1]
