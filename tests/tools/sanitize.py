@@ -13,8 +13,8 @@ arriving thread's. PTX orders them (a barrier orders its participants, and an ar
 is ordered before it). The controls here are the smallest such exchange, one that is read where the
 arriving thread has written, and a race that is none of these: it has to be found.
 
-In two sets memcheck sees every tensor by itself; of the others, which capture graphs, only torch's
-larger pieces of memory.
+In three sets memcheck sees every tensor by itself; of the others, which capture graphs, only
+torch's larger pieces of memory.
 """
 
 from __future__ import annotations
@@ -39,9 +39,11 @@ from typing import Any, Final
 ROOT: Final = Path(__file__).resolve().parents[2]
 SOURCES: Final = (ROOT / "attn/kernels", ROOT / "builders", ROOT / "tests/tools")
 """Folders, with all folders below, where a source file is looked for by its name."""
-SETS: Final = {"plan": 1, "kinds": 3, "decode": 3, "prefill": 5, "invariant": 2, "latent": 3}
+SETS: Final = {
+    "plan": 1, "kinds": 3, "index": 1, "decode": 3, "prefill": 5, "invariant": 2, "latent": 3
+}  # fmt: skip
 """Sets of launches, and their weights among the processes."""
-OWN_MEMORY: Final = ("plan", "kinds")
+OWN_MEMORY: Final = ("plan", "kinds", "index")
 """Sets whose tensors memcheck sees each by itself: torch does not cut them out of larger pieces.
 The others capture graphs, which such memory does not allow."""
 CONTROLS: Final = {"the arriving thread's": False, "another thread's": False, "a race": True}
@@ -310,6 +312,18 @@ def _latents() -> Iterator[tuple[str, Callable[[], object]]]:
         yield str(case), partial(check_case, TritonMLABackend, case, "cuda")
 
 
+def _index_logits() -> Iterator[tuple[str, Callable[[], object]]]:
+    from tests.gpu import test_gpu_sparse_mla as tests
+
+    def run(lens: list[int], heads: int) -> None:
+        keys = tests.Keys(lens, heads, tests.E4M3)
+        keys.check(keys.paged(), tests.share_of_terms(tests.E4M3))
+
+    for heads in (20, 32, 64):
+        for lens in ([5000, 1, 64, 65, 0, 2048], [300] * 130):
+            yield f"{heads} heads, {len(lens)} rows", partial(run, lens, heads)
+
+
 def _controls() -> Iterator[tuple[str, Callable[[], object]]]:
     from tests.tools.exchanges import exchange
 
@@ -320,6 +334,7 @@ def _controls() -> Iterator[tuple[str, Callable[[], object]]]:
 JOBS: Final = {
     "plan": _plans,
     "kinds": _kinds,
+    "index": _index_logits,
     "decode": _decodes,
     "prefill": _prefills,
     "invariant": _invariants,
