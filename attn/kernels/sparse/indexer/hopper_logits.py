@@ -61,11 +61,14 @@ def _pages_of(lens_ptr, first, rows, most):
 
 @gluon.jit
 def _piece_of(lens_ptr, rows, most):
-    """The row of the program's piece, the piece's place in the row, and the most pages of a piece.
+    """Find the program's piece of a row from the lengths of all rows.
 
-    A row is cut into the fewest pieces of so many pages, and there is a program for each piece:
-    rounded up, all rows together have at most one piece each more than pages of them would fill.
-    Programs without a piece get row ``rows`` or above.
+    A piece has at most ``most_pages`` pages: the fewest with which there are no more pieces than
+    programs. A row's number of pieces is rounded up, which adds less than one for each row, so
+    the pages of all rows are divided by the number of programs less that of rows.
+
+    Returns the row, the piece's place in the row, and ``most_pages``. A program without a piece
+    gets row ``rows`` or a later one.
     """
     total = 0
     for first in range(0, rows, _ROWS):
