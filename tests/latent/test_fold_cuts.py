@@ -71,7 +71,7 @@ def filled(step: Step, plan: HostPlan) -> tuple[Tensor, Tensor]:
         for place, c in enumerate(programs if len(programs) > 1 else []):
             slot = 2 * (c * step.heads + lane) + (place == 0)
             assert is_poison(states[slot])
-            states[slot] = torch.randn(step.used, WIDTH)
+            states[slot] = rounded(1e6 * torch.randn(step.used, WIDTH))
             sums[slot, 0] = 3 * torch.randn(step.used)
             sums[slot, 1] = 0.5 + torch.rand(step.used)
             # A part may have no key that a row sees, and some row of an item none at all.
@@ -80,6 +80,36 @@ def filled(step: Step, plan: HostPlan) -> tuple[Tensor, Tensor]:
             states[slot, blind] = 0
             sums[slot, 0, blind], sums[slot, 1, blind] = -math.inf, 0
     return states, sums
+
+
+def halved(state: Tensor) -> tuple[Tensor, Tensor]:
+    """A state ``[used, WIDTH]`` as fp16, each half of a row divided by its largest element.
+
+    Returns the fp16 elements, and the largest ``[used, 2]`` fp32.
+    """
+    halves = state.view(-1, 2, WIDTH // 2)
+    top = halves.abs().amax(-1)
+    by = torch.where(top > 0, top, 1.0)
+    return (halves / by[..., None]).half(), top
+
+
+def rounded(state: Tensor) -> Tensor:
+    """What is left of a state once it was stored."""
+    halves, top = halved(state)
+    return (halves.float() * top[..., None]).view_as(state)
+
+
+def stored(states: Tensor) -> Tensor:
+    """States as the kernel that attends stores them; poison where it stores none."""
+    found = states.clone()
+    used = states.shape[1]
+    for state, room in zip(states, found.view(len(states), -1), strict=True):
+        if not is_poison(state):
+            halves, top = halved(state)
+            room.copy_(poisoned(used * WIDTH, dtype=torch.float32, device=room.device))
+            room[: used * WIDTH // 2] = halves.flatten().view(torch.float32)
+            room[used * WIDTH // 2 :][: 2 * used] = top.T.flatten()
+    return found
 
 
 def launch(step: Step, plan: HostPlan, states: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,7 +124,7 @@ def launch(step: Step, plan: HostPlan, states: Tensor, sums: Tensor) -> tuple[Te
     nothing = int32([0])
     fold_cuts_kernel[(step.groups * step.heads * cdiv(step.used, SLICE),)](
         *(out, lse, int32(plan.rows), nothing, int32(plan.starts), nothing, nothing),
-        *(states.to(DEVICE), sums.to(DEVICE), step.groups),
+        *(stored(states).to(DEVICE), sums.to(DEVICE), step.groups),
         HEADS=step.heads,
         HEAD_LOOPS=1,
         GROUP=step.num_heads,
@@ -144,6 +174,6 @@ def test_states_of_cut_items_are_folded_and_no_other_row_is_written(name: str) -
         weights = torch.exp2(m - torch.where(top.isinf(), 0.0, top))
         total = (part_sums * weights).sum(0)
         wanted = (acc * weights[..., None]).sum(0) / torch.where(total > 0, total, 1.0)[:, None]
-        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=10.0)
         wanted_lse = (top + total.log2()) * math.log(2)
         torch.testing.assert_close(found_lse.double(), wanted_lse, rtol=1e-5, atol=1e-5)

@@ -46,12 +46,35 @@ def _load_sums(sums_ptr, slot, at, mine, USED: tl.constexpr):
 
 
 @triton.jit
+def _values(states_ptr, slot, at, column, mine, USED: tl.constexpr):
+    """Outputs of parts as :func:`attn.kernels.latent.hopper_wide.parts.store_part` stores them.
+
+    Args:
+        states_ptr: the slots, each of ``[USED, 512]`` fp32.
+        slot: the slot of each result row, a number or ``[M]``.
+        at: the query row of each result row, a number or ``[M]``.
+        column: ``[N]`` int32.
+        mine: ``[M]`` bool; other rows are zeros.
+        USED: query rows of a slot.
+
+    Returns:
+        ``[M, N]`` fp32.
+    """
+    state = slot * (USED * _WIDTH)
+    halves = states_ptr.to(tl.pointer_type(tl.float16), bitcast=True)
+    cells = halves + (2 * state + at * _WIDTH)[:, None] + column[None, :]
+    values = tl.load(cells, mask=mine[:, None], other=0.0, cache_modifier=".cg")
+    tops = states_ptr + (state + USED * (_WIDTH // 2) + at)
+    left = tl.load(tops, mask=mine, other=0.0, cache_modifier=".cg")
+    right = tl.load(tops + USED, mask=mine, other=0.0, cache_modifier=".cg")
+    is_left = (column < _WIDTH // 2)[None, :]
+    return values.to(tl.float32) * tl.where(is_left, left[:, None], right[:, None])
+
+
+@triton.jit
 def _load_rows(states_ptr, slot, at, mine, USED: tl.constexpr):
     """Outputs of query rows of a part."""
-    column = tl.arange(0, _WIDTH)
-    cells = states_ptr + slot * (USED * _WIDTH)
-    cells += at[:, None] * _WIDTH + column[None, :]
-    return tl.load(cells, mask=mine[:, None], other=0.0, cache_modifier=".cg")
+    return _values(states_ptr, slot, at, tl.arange(0, _WIDTH), mine, USED)
 
 
 @triton.jit
@@ -115,11 +138,7 @@ def _fold_many(
     column = unit % RUNS * COLUMNS + tl.arange(0, COLUMNS)
     part = tl.arange(0, AT_ONCE)
     slot = first_slot + part * (2 * HEADS) + (part == 0)
-    cells = states_ptr + slot * (USED * _WIDTH) + at * _WIDTH
-    states = tl.load(
-        cells[:, None] + column[None, :], mask=(part < parts)[:, None], other=0.0,
-        cache_modifier=".cg",
-    )  # fmt: skip
+    states = _values(states_ptr, slot, at, column, part < parts, USED)
     top, _ = _load_sums(sums_ptr, slot, at, part < parts, USED)
     i = tl.arange(0, GROUPS)
     each = first_slot + i * (2 * HEADS) + (i == 0)
@@ -132,11 +151,8 @@ def _fold_many(
     acc = tl.sum(states * tl.exp2(top - base)[:, None], 0)
     for first in range(AT_ONCE, parts, AT_ONCE):
         later = first_slot + (first + part) * (2 * HEADS)
-        cells = states_ptr + later * (USED * _WIDTH) + at * _WIDTH
         there = first + part < parts
-        states = tl.load(
-            cells[:, None] + column[None, :], mask=there[:, None], other=0.0, cache_modifier=".cg"
-        )
+        states = _values(states_ptr, later, at, column, there, USED)
         top, _ = _load_sums(sums_ptr, later, at, there, USED)
         acc += tl.sum(states * tl.exp2(top - base)[:, None], 0)
     write_rows(

@@ -7,6 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attn.kernels.dense.hopper_prefill.scheduler import wide
+from attn.kernels.dense.hopper_prefill.vector_store import side_by_side, store_side_by_side
 from attn.kernels.latent.structures import Cut
 
 BLOCK = tl.constexpr(64)
@@ -43,13 +44,22 @@ def store_part(
     Maxima ``m`` and sums ``l`` are ``[64]`` fp32, the output ``o`` is ``[64, 256]`` fp32, of which
     USED rows are stored in slot ``slot``. Each warp group stores its columns of the output; group 0
     also stores maxima and sums. ``zero`` is 0, which the compiler does not know.
+
+    A slot of ``states_ptr`` has ``[USED, 512]`` fp32 of room. The first half holds the output as
+    fp16, each row of a warp group divided by its largest element, so that no value is too large;
+    behind it are these elements, ``[2, USED]`` fp32. What a fold costs are the bytes of states.
     """
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, o.type.layout)) + zero
-    column = gl.arange(0, HALF, layout=gl.SliceLayout(0, o.type.layout))
     mine = row < USED
     if W == 0:
         sums = sums_ptr + wide(slot) * (2 * USED)
         gl.store(sums + row, m, mask=mine)
         gl.store(sums + USED + row, l, mask=mine)
-    cells = row[:, None] * (2 * HALF) + (W * HALF + column)[None, :]
-    gl.store(states_ptr + wide(slot) * (USED * 2 * HALF) + cells, o, mask=mine[:, None])
+    top = gl.max(gl.maximum(o, -o), 1)
+    state = states_ptr + wide(slot) * (USED * 2 * HALF)
+    gl.store(state + (USED * HALF + W * USED) + row, top, mask=mine)
+    by = 1.0 / gl.where(top > 0.0, top, 1.0)
+    halves = side_by_side((o * by[:, None]).to(gl.float16))
+    place = gl.arange(0, 64, layout=gl.SliceLayout(1, halves.type.layout)) + zero
+    halves_ptr = state.to(gl.pointer_type(gl.float16), bitcast=True)
+    store_side_by_side(halves, place * (2 * HALF), place < USED, W * HALF, halves_ptr)
