@@ -30,8 +30,8 @@ KV_TILE = 128
 NARROW_ROWS = 16
 """Query rows of a narrow tile, for :mod:`attn.kernels.latent.hopper_narrow`.
 
-Its products are by warp. Layers have narrow tiles over a cache of e4m3, with at most 16 query rows,
-and with batch invariance."""
+Its products are by warp. Layers have narrow tiles with at most 16 query rows, and with batch
+invariance."""
 NARROW_BYTES = KV_TILE * 576
 """Bytes of a narrow tile's keys: 128 keys of e4m3, or 64 keys of 16 bits."""
 COLUMNS = (576, 512)
@@ -75,14 +75,11 @@ def latent_kernel_of(
     """
     found = hopper_latent_tile(shape, kind, block_size, max_query_len, asks)
     left = None
-    if asks.batch_invariant and _needs_rows(shape, max_query_len) > NARROW_ROWS:
+    # Over e4m3 a row has half the bytes, and the portable kernel converts it as often.
+    is_wide = shape.num_heads * max_query_len > NARROW_ROWS and shape.stored_bits != 8
+    if asks.batch_invariant and is_wide:
         left = f"by tiles of {NARROW_ROWS} rows, which read a latent row more often"
     return chosen_kernel("kernels.latent.decode", wanted, found, layer="latent layer", left=left)
-
-
-def _needs_rows(shape: DenseShape, max_query_len: int) -> int:
-    """Query rows that should share a walk over the keys; over e4m3 there is room for 16 only."""
-    return NARROW_ROWS if shape.stored_bits == 8 else shape.num_heads * max_query_len
 
 
 def hopper_latent_tile(
@@ -120,7 +117,7 @@ def hopper_latent_tile(
     if refused is not None:
         return refused
     # Work items of wide tiles are cut wherever the batch leads to, so their bits depend on it.
-    is_narrow = asks.batch_invariant or _needs_rows(shape, max_query_len) <= NARROW_ROWS
+    is_narrow = asks.batch_invariant or shape.num_heads * max_query_len <= NARROW_ROWS
     rows = NARROW_ROWS if is_narrow else ROWS
     head_tiles = cdiv(shape.num_heads, rows)
     tile_heads = cdiv(shape.num_heads, head_tiles)

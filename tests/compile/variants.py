@@ -575,6 +575,8 @@ HOPPER_VARIANTS: Final = (
     _only(_HL, "128 heads fp16", heads=(128, 1, 576), block_size=64, dtype=DType.FLOAT16),
     _only(Kernel.HOPPER_MLA_FOLD, "128 heads", 90, speed=True, heads=(128, 1, 576), block_size=64),
     _only(_HL, "16 heads fp8", 90, speed=True, heads=(16, 1, 576), block_size=64, cache=_FP8),
+    _only(_HL, "128 heads fp8", 90, speed=True, heads=(128, 1, 576), block_size=64, cache=_FP8),
+    _only(_HL, "64 heads fp8 pages of 16", heads=(64, 1, 576), cache=_FP8),
     _only(_HL, "20 heads fp8 fp16", heads=(20, 1, 576), dtype=DType.FLOAT16, cache=_FP8, drafts=3),
     # Lists of rows.
     _of_latents(_HS, "128 heads", 90, speed=True, heads=128),

@@ -228,18 +228,34 @@ KINDS = {
     ),
     "e4m3_verify": LatentCase(
         BatchSpec("i", (4, 2, 1), (200, 40, 30), num_speculative_tokens=3),
-        5,
+        4,
         DType.FLOAT16,
         CacheDType.FP8_E4M3,
         block_size=48,
     ),
     # Pages hold more keys than a tile.
-    "e4m3_two_tiles_of_heads": LatentCase(
+    "wide_e4m3": LatentCase(
         BatchSpec("j", (1, 2), (300, 30), num_speculative_tokens=1),
         20,
         DType.FLOAT16,
         CacheDType.FP8_E4M3,
         block_size=256,
+    ),
+    "wide_e4m3_pages_of_16": LatentCase(
+        BatchSpec("a", (1, 1), (5, 140)), 20, DType.FLOAT16, CacheDType.FP8_E4M3, block_size=16
+    ),
+    "wide_e4m3_in_parts": LatentCase(
+        BatchSpec("b", (1, 1), (700, 33)), 17, DType.FLOAT16, CacheDType.FP8_E4M3, block_size=64
+    ),
+    "wide_e4m3_verify": LatentCase(
+        BatchSpec("d", (4, 2, 1), (200, 40, 30), num_speculative_tokens=3),
+        5,
+        DType.FLOAT16,
+        CacheDType.FP8_E4M3,
+        block_size=48,
+    ),
+    "wide_e4m3_two_tiles_of_heads": LatentCase(
+        BatchSpec("f", (1,), (20,)), 70, DType.FLOAT16, CacheDType.FP8_E4M3, block_size=128
     ),
 }
 
@@ -247,7 +263,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_computes_a_step_of_every_kind(kind: str, launched: list[KernelCall]) -> None:
     assert findings(KINDS[kind]) == {}
-    is_narrow = "e4m3" in kind or "few_rows" in kind
+    is_narrow = kind.startswith(("e4m3", "few_rows"))
     wanted = hopper_mla_narrow_kernel if is_narrow else hopper_mla_kernel
     assert launched
     assert all(call.kernel is wanted for call in launched)

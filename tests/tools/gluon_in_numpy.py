@@ -256,6 +256,11 @@ def _e4m3_planes(words: np.ndarray) -> tuple[Value, Value]:
     return value(elements[:, 0::2]), value(elements[:, 1::2])
 
 
+def _e4m3_pairs(words: np.ndarray) -> tuple[np.ndarray, ...]:
+    pairs = _e4m3(words).astype(np.float16).view(np.int32)
+    return pairs[..., 0::2], pairs[..., 1::2]
+
+
 def _reinterpret(memory: Memory, dtype: Any, shape: Sequence[int], layout: None) -> Memory:
     boxes = memory.array.shape[0]
     if dtype is np.float32:
@@ -364,6 +369,7 @@ ASSEMBLY: dict[str, Callable[..., Any]] = {
     packed.JOIN_HALVES.value: lambda low, high: np.stack([low, high], -1).view(np.int32)[..., 0],
     quads._QUADS.value: _runs_exchanged,
     packed.SPLIT_HALVES.value: _halves,
+    packed.E4M3_PAIRS.value: _e4m3_pairs,
 }
 """The functions that inline assembly computes, by its text, on one or several arrays.
 
@@ -535,6 +541,7 @@ _NAMES: dict[str, Any] = {
     "opaque_zero": lambda: 0,
     "opaque": lambda x: x,
     "prefetch_l2": _nothing,
+    "prefetch_runs": _nothing,
     "let_kernels_behind_start": _nothing,
     "wait_for_kernels_before": _open,
 }
@@ -672,7 +679,9 @@ def _arguments(given: Mapping[str, Any]) -> dict[str, Any]:
             found[name] = value((x.view(torch.uint8) if x.element_size() == 1 else x).numpy())
             continue
         if isinstance(x, torch.Tensor):
-            storage = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
+            # numpy has no floats of 8 bits. Kernels read them as words.
+            dtype = torch.uint8 if x.element_size() == 1 else x.dtype
+            storage = torch.empty(0, dtype=dtype).set_(x.untyped_storage())
             x = Pointer(storage.numpy(), x.storage_offset())
         elif not name.isupper() and isinstance(x, (int, float)):
             x = value(np.int32(x) if isinstance(x, int) else np.float32(x))

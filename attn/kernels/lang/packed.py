@@ -15,6 +15,10 @@ SPLIT_E4M3 = tl.constexpr(
     " cvt.rn.f16x2.e4m3x2 b, y; mov.b32 {$0, $1}, a; mov.b32 {$2, $3}, b; }"
 )
 """Decode the four e4m3 elements of a 32-bit word, from the lowest byte on, to four fp16."""
+E4M3_PAIRS = tl.constexpr(
+    "{ .reg .b16 x, y; mov.b32 {x, y}, $2; cvt.rn.f16x2.e4m3x2 $0, x; cvt.rn.f16x2.e4m3x2 $1, y; }"
+)
+"""Decode the four e4m3 elements of a 32-bit word to fp16, in two words of two."""
 
 
 @gluon.jit

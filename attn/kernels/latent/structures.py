@@ -57,13 +57,13 @@ class LatentQuery:
 
 
 @gluon.jit
-def clear_padding(num_rows, plan, out, zero, HEADS: gl.constexpr):
+def clear_padding(num_rows, plan, out, zero, HEADS: gl.constexpr, WARPS: gl.constexpr = 1):
     """Write zeros, and -inf as LSE, to the rows of output from the last work item's on.
 
     Output has ``num_rows`` rows, int32, of HEADS heads with 512 columns each. A captured graph is
     replayed for steps with fewer tokens than it was captured for, and its other rows go through the
-    projections that follow, so they must hold numbers. All programs share the rows; one warp of
-    each runs this. ``zero`` is 0; where the compiler does not know that, it computes a thread's
+    projections that follow, so they must hold numbers. All programs share the rows; WARPS warps of
+    each run this. ``zero`` is 0; where the compiler does not know that, it computes a thread's
     columns and the number of the rows' heads here and not early.
     """
     items = gl.load(plan.total_ptr)
@@ -71,7 +71,7 @@ def clear_padding(num_rows, plan, out, zero, HEADS: gl.constexpr):
     last = plan.rows_ptr + gl.maximum(items - 1, 0) * FIELDS
     past = gl.load(last + 1) + gl.load(last + 2)
     first = gl.where(items > 0, past, 0) * HEADS
-    LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([min(8, 16 // WARPS)], [32], [WARPS], [0])
     column = zero + gl.arange(0, 512, layout=LAYOUT)
     zeros = gl.zeros([512], out.out_ptr.dtype.element_ty, LAYOUT)
     for i in range(first + gl.program_id(0), (num_rows + zero) * HEADS, gl.num_programs(0)):
@@ -100,13 +100,19 @@ class LatentCache:
     k_scale_ptr: Value
     """One fp32, factor of keys and values in e4m3; None for a cache of another type."""
     cache_ptr: Value
-    """Pointer to the rows of ``k_desc``, for prefetches; None where the kernel makes none."""
+    """Pointer to the rows of ``k_desc``, or to bytes with E4M3; None where no row is read or
+    prefetched through it."""
     cache_block: Value
-    """int64, elements from a page to the next one; read with PREFETCH."""
+    """int64, elements from a page to the next one, or units of 16 bytes with E4M3; read with
+    PREFETCH and with E4M3."""
+    ROW_UNITS: gl.constexpr
+    """int, units of 16 bytes from a token to the next one; read with E4M3."""
     BLOCK_SIZE: gl.constexpr
     """int, tokens of a page."""
     PREFETCH: gl.constexpr
     """bool, whether the producer prefetches the next tile into L2."""
+    E4M3: gl.constexpr
+    """bool, whether rows are e4m3. The wide kernel's producer converts them then."""
 
 
 @aggregate
@@ -265,18 +271,22 @@ class WideRing:
     """
 
     left_boxes: gl.shared_memory_descriptor
-    """``[2 * 4 * 64 / RUN, 1, RUN, 64]`` of 16 bits, left halves as TMA writes them."""
+    """``[2 * 4 * 64 / BOX, 1, BOX, 64]`` of 16 bits, left halves as TMA writes them. A box has BOX
+    tokens: RUN, or 64 where the producer converts."""
     right_boxes: gl.shared_memory_descriptor
-    """``[2 * 4 * 64 / RUN, 1, RUN, 64]`` of 16 bits, right halves as TMA writes them."""
+    """``[2 * 4 * 64 / BOX, 1, BOX, 64]`` of 16 bits, right halves as TMA writes them."""
     rope_boxes: gl.shared_memory_descriptor
-    """``[2 * 64 / RUN, 1, RUN, 64]`` of 16 bits, rotary columns as TMA writes them."""
+    """``[2 * 64 / BOX, 1, BOX, 64]`` of 16 bits, rotary columns as TMA writes them."""
     full: gl.shared_memory_descriptor
     """``[6, 1]`` mbarriers: a part is there. 0 and 1 are for the rotary columns of both blocks, 2
     and 3 for the left halves, 4 and 5 for the right halves."""
     empty: gl.shared_memory_descriptor
     """``[6, 1]`` mbarriers: a part has been read; in the same order."""
     RUN: gl.constexpr
-    """int, tokens of a box: they lie in one page."""
+    """int, tokens that are loaded or prefetched together: they lie in one page."""
+    CLEARS: gl.constexpr
+    """bool, whether the consumers clear slots past a request's end, where TMA loads what is there.
+    A producer that converts stores zeros."""
     EARLY: gl.constexpr
     """bool, whether half of the first block is freed while the second block is still arriving."""
 
@@ -297,6 +307,9 @@ class WideRoom:
     """``[64]`` fp32, maxima after the second block."""
     sums: gl.shared_memory_descriptor
     """``[2, 64]`` fp32, the sums of the weights of each consumer's blocks."""
+    factors: gl.shared_memory_descriptor
+    """``[2, 1]`` fp32, with an e4m3 cache: the factor of products in units of log 2, and the
+    factor of the output. Any other memory with another cache."""
     ready: gl.shared_memory_descriptor
     """``[4, 1]`` mbarriers. 0 and 1: the weights of either block are stored. 2 and 3: the sums of
     either consumer are stored."""

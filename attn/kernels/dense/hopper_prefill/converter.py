@@ -14,16 +14,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from attn.kernels.dense.hopper_prefill.producer import load_queries, next_tile, say_the_end
 from attn.kernels.dense.hopper_prefill.scheduler import tile_at, told_of_keys, wide
 from attn.kernels.lang.opaque import opaque_zero
+from attn.kernels.lang.packed import E4M3_PAIRS
 from attn.kernels.lang.stored import E4M3, E5M2
 from attn.kernels.lang.structures import QueryTile, StoredRows
 
 _E4M3, _E5M2 = gl.constexpr(E4M3), gl.constexpr(E5M2)
-
-
-_FP16 = gl.constexpr(
-    "{ .reg .b16 x, y; mov.b32 {x, y}, $2; cvt.rn.f16x2.e4m3x2 $0, x; cvt.rn.f16x2.e4m3x2 $1, y; }"
-)
-"""PTX: four bytes of e4m3 in ``$2`` to pairs of fp16 in ``$0`` and ``$1``."""
 
 
 def _ptx(steps: str) -> gl.constexpr:
@@ -52,26 +47,26 @@ _E5M2_BF16 = _ptx(
 
 
 @gluon.jit
-def _dequantised(words, KIND: gl.constexpr, DTYPE: gl.constexpr):
-    """Words of four bytes as twice as many of two numbers of 16 bits."""
+def dequantised(words, KIND: gl.constexpr, DTYPE: gl.constexpr):
+    """Words of four bytes as twice as many words of two numbers of type DTYPE, which has 16 bits."""
     if KIND == _E5M2:
         gl.static_assert(DTYPE.is_bf16(), "fp16 has e5m2's infinities")
         low, high = gl.inline_asm_elementwise(
             _E5M2_BF16, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
         )
-    elif DTYPE.is_bf16():
+    elif DTYPE == gl.bfloat16:
         low, high = gl.inline_asm_elementwise(
             _E4M3_BF16, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
         )
     else:
         low, high = gl.inline_asm_elementwise(
-            _FP16, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+            E4M3_PAIRS, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
         )
     return gl.reshape(gl.join(low, high), [words.shape[0], words.shape[1] * 2])
 
 
 @gluon.constexpr_function
-def _layout(rows: int, width: int) -> gl.DistributedLinearLayout:
+def words_layout(rows: int, width: int) -> gl.DistributedLinearLayout:
     """How ``[rows, width]`` bytes, in words of four, lie in a warp group: 16 bytes side by side.
 
     Eight neighbouring threads have the same columns of eight rows, which stores of operands,
@@ -91,7 +86,7 @@ def _layout(rows: int, width: int) -> gl.DistributedLinearLayout:
 
 @gluon.jit
 def _keys(tile, KV_TILE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Keys of a tile, by row of :func:`_layout`, whose threads have the lower six bits."""
+    """Keys of a tile, by row of :func:`words_layout`, whose threads have the lower six bits."""
     row = gl.arange(0, KV_TILE, layout=gl.SliceLayout(1, LAYOUT))
     own, rest = (row & 63) + opaque_zero(), row & ~63
     # Without a sign, pages and places in them are a shift and a mask.
@@ -127,7 +122,7 @@ def _put(words, turn, ring, KIND: gl.constexpr, DTYPE: gl.constexpr):
     """Dequantise a tile into the ring's stage of ``turn``."""
     stage = turn % ring.STAGES
     ring.wait_empty(turn)
-    ring.words.index(stage).store(_dequantised(words, KIND, DTYPE))
+    ring.words.index(stage).store(dequantised(words, KIND, DTYPE))
     # Generic stores before wgmma reads them.
     fence_async_shared()
     mbarrier.arrive(ring.full.index(stage), count=1)
@@ -153,7 +148,7 @@ def _convert_tiles(
     ``rows`` are those of the tile's KV head; they go through ``ring`` as DTYPE. With BOTH they are
     keys, and ``others`` are the values, which go through ``other_ring``. Returns the turn after.
     """
-    LAYOUT: gl.constexpr = _layout(shape.KV_TILE, shape.WIDTH)
+    LAYOUT: gl.constexpr = words_layout(shape.KV_TILE, shape.WIDTH)
     # Pages are looked up a tile ahead.
     pages = _pages(table, tile.high - 1, tile.start, tile.kv_len, cache, shape, LAYOUT)
     for i in range(tile.high - 1, tile.low - 1, -1):

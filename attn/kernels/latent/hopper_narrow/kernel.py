@@ -183,8 +183,8 @@ def hopper_mla_narrow_kernel(
     )  # fmt: skip
     cache = LatentCache(
         k_desc=k_desc, rope_desc=rope_desc, table_ptr=table_ptr, table_row=table_row,
-        k_scale_ptr=k_scale_ptr, cache_ptr=None, cache_block=0, BLOCK_SIZE=BLOCK_SIZE,
-        PREFETCH=False,
+        k_scale_ptr=k_scale_ptr, cache_ptr=None, cache_block=0, ROW_UNITS=0,
+        BLOCK_SIZE=BLOCK_SIZE, PREFETCH=False, E4M3=E4M3,
     )  # fmt: skip
     out = Out(
         out_ptr=out_ptr, lse_ptr=lse_ptr, sinks_ptr=None, output_scale_ptr=None,

@@ -38,21 +38,23 @@ _TILE = tl.constexpr(128)
 
 
 @gluon.jit
-def _clear_tail(rows, z, live, W: gl.constexpr, RUN: gl.constexpr):
+def _clear_tail(rows, z, live, ring, W: gl.constexpr):
     """Zero the values of block W from key ``live`` to the end of its run of RUN keys.
 
     No request wrote those slots, so they may hold NaN, and zero times NaN is NaN. Pages without
     live slots are zeros already. ``rows`` is the warp group's half of the values, seen as rows of
     boxes; the swizzle of a row's columns does not matter to zeros.
     """
-    if (live > 0) & (live < BLOCK) & (live % RUN != 0):
-        zeros = gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
-        for row in range(live, (live // RUN + 1) * RUN):
-            for i in gl.static_range(4):
-                rows.index(z + (4 * W + i) * BLOCK + row).store(zeros)
-        # The zeros must be visible before products read them and before TMA overwrites them.
-        fence_async_shared()
-        thread_barrier()
+    RUN: gl.constexpr = ring.RUN
+    if ring.CLEARS:
+        if (live > 0) & (live < BLOCK) & (live % RUN != 0):
+            zeros = gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+            for row in range(live, (live // RUN + 1) * RUN):
+                for i in gl.static_range(4):
+                    rows.index(z + (4 * W + i) * BLOCK + row).store(zeros)
+            # The zeros must be visible before products read them and before TMA overwrites them.
+            fence_async_shared()
+            thread_barrier()
 
 
 @gluon.jit
@@ -87,13 +89,24 @@ def _all_scores(s, z, phase, key_tile, operands, ring, bounds, W: gl.constexpr):
 
 
 @gluon.jit
-def _factor(query):
-    """The factor of products: the layer's scale in units of log 2.
+def _loaded(factor):
+    """The one number in ``factor``, ``[1]`` fp32 in shared memory."""
+    return gl.max(factor.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def _factor(query, room, tile):
+    """The factor of products: the layer's scale in units of log 2, times that of an e4m3 cache.
 
     It is computed for each tile. A product that the compiler knows would be computed at the start
-    of the kernel and occupy a register in all warp groups, and Triton 3.9 spills.
+    of the kernel and occupy a register in all warp groups, and Triton 3.9 spills. With a cache's
+    scale it is in shared memory: each load from the cache's scale could wait for L2.
     """
-    return opaque(query.scale) * LOG2E
+    if tile.E4M3:
+        factor = _loaded(room.factors.index(opaque_zero()))
+    else:
+        factor = opaque(query.scale) * LOG2E
+    return factor
 
 
 @gluon.jit
@@ -121,7 +134,7 @@ def _take_second(z, turn, key_tile, state, operands, ring, room, kv_len, SCORES:
     top = room.m_second.load(gl.SliceLayout(1, SCORES))
     shrink = gl.exp2(state.m - base_of(top))
     o = scaled_rows(state.acc, shrink)
-    _clear_tail(operands.rows, z, kv_len - key_tile * _TILE - BLOCK, 1, ring.RUN)
+    _clear_tail(operands.rows, z, kv_len - key_tile * _TILE - BLOCK, ring, 1)
     l = state.l * shrink
     o = warpgroup_mma(room.weights.index(z), operands.left.index(z + 1), o, is_async=True)
     return top, l, o
@@ -151,7 +164,7 @@ def _first_block(
         thread_barrier()
         mbarrier.arrive(ring.empty.index(3), count=1)
     s = _all_scores(s, z, phase, key_tile, operands, ring, bounds, 0)
-    factor = _factor(query)
+    factor = _factor(query, room, tile)
     # Maxima are in units of log 2 and rounded once, so that differences of two are nearly exact.
     top = gl.maximum(m, gl.max(s, 1) * factor)
     base = base_of(top)
@@ -161,7 +174,7 @@ def _first_block(
     shrink = gl.exp2(m - base)
     o = scaled_rows(o, shrink)
     l = l * shrink + gl.sum(weights, 1)
-    _clear_tail(operands.rows, z, bounds.kv_len - key_tile * _TILE, 0, ring.RUN)
+    _clear_tail(operands.rows, z, bounds.kv_len - key_tile * _TILE, ring, 0)
     operand = gl.convert_layout(narrow, gl.DotOperandLayout(0, tile.OUTPUT, 2))
     o = warpgroup_mma(operand, operands.left.index(z), o, is_async=True)
     o = warpgroup_mma_wait(0, deps=[o])
@@ -180,7 +193,7 @@ def _take_first(z, turn, key_tile, state, operands, ring, room, kv_len, SCORES: 
     top = room.m_first.load(gl.SliceLayout(1, SCORES))
     shrink = gl.exp2(state.m - base_of(top))
     o = scaled_rows(state.acc, shrink)
-    _clear_tail(operands.rows, z, kv_len - key_tile * _TILE, 0, ring.RUN)
+    _clear_tail(operands.rows, z, kv_len - key_tile * _TILE, ring, 0)
     o = warpgroup_mma(room.weights.index(z), operands.right.index(z), o, is_async=True)
     return top, shrink, o
 
@@ -206,7 +219,7 @@ def _second_block(turn, key_tile, state, operands, query, bounds, ring, room, ti
         mbarrier.arrive(ring.empty.index(4), count=1)
     s = _scores(z, phase, operands, ring, 1, SCORES)
     s = _all_scores(s, z, phase, key_tile, operands, ring, bounds, 1)
-    factor = _factor(query)
+    factor = _factor(query, room, tile)
     own = gl.max(s, 1) * factor
     if not EARLY:
         first, shrink, o = _take_first(
@@ -226,7 +239,7 @@ def _second_block(turn, key_tile, state, operands, query, bounds, ring, room, ti
     if not EARLY:
         mbarrier.arrive(ring.empty.index(4), count=1)
     o = scaled_rows(o, again)
-    _clear_tail(operands.rows, z, bounds.kv_len - key_tile * _TILE - BLOCK, 1, ring.RUN)
+    _clear_tail(operands.rows, z, bounds.kv_len - key_tile * _TILE - BLOCK, ring, 1)
     operand = gl.convert_layout(narrow, gl.DotOperandLayout(0, tile.OUTPUT, 2))
     o = warpgroup_mma(operand, operands.right.index(z + 1), o, is_async=True)
     o = warpgroup_mma_wait(0, deps=[o])
@@ -357,9 +370,12 @@ def _write(W: gl.constexpr, fields, in_group, state, out, tile):
 
 
 @gluon.jit
-def _write_or_store(W: gl.constexpr, cut, in_group, state, plan, out, tile):
+def _write_or_store(W: gl.constexpr, cut, in_group, state, room, plan, out, tile):
     """Write the output of a part that has all keys of its queries, or store its state."""
     ROW: gl.constexpr = gl.SliceLayout(1, tile.OUTPUT)
+    if tile.E4M3:
+        acc = state.acc * _loaded(room.factors.index(opaque_zero() + 1))
+        state = State(m=state.m, l=state.l, acc=acc)
     m = gl.convert_layout(state.m, ROW)
     l = gl.convert_layout(state.l, ROW)
     if (cut.begin == 0) & (cut.end == gl.load(cut.fields + 6)):
@@ -397,6 +413,6 @@ def consume_latents(W: gl.constexpr, query, ring, room, plan, out, tile):
             _load_queries(token, count, in_group, walks & 1, query, room, tile, W)
             state, turn = _attend(W, cut, state, turn, operands, query, bounds, ring, room, tile)
             state, walks = _with_all_sums(W, state, walks, room)
-        _write_or_store(W, cut, in_group, state, plan, out, tile)
+        _write_or_store(W, cut, in_group, state, room, plan, out, tile)
         begin = 0
         fields = plan.rows_ptr + wide(((r + 1) // plan.HEAD_LOOPS) * FIELDS)

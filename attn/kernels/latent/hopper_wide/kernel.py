@@ -24,8 +24,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from attn.kernels.lang.compat import let_kernels_behind_start, wait_for_kernels_before
+from attn.kernels.lang.constants import LOG2E
 from attn.kernels.lang.structures import Out, Plan, Tile
 from attn.kernels.latent.hopper_wide.consumer import consume_latents
+from attn.kernels.latent.hopper_wide.converter import convert_latents
 from attn.kernels.latent.hopper_wide.parts import BLOCK, HALF
 from attn.kernels.latent.hopper_wide.producer import produce_latents
 from attn.kernels.latent.structures import LatentCache, LatentQuery, WideRing, WideRoom
@@ -35,6 +37,10 @@ _SECOND = tl.constexpr(232)
 _PRODUCER = tl.constexpr(56)
 """Registers of a thread of the producer. With fewer, Triton 3.9 spills values that both warp group
 1 and the producer compute from the thread's number, since the producer's code keeps them."""
+_SECOND_OF_E4M3 = tl.constexpr(224)
+"""Registers of a thread of warp group 1 with a cache of e4m3."""
+_CONVERTER = tl.constexpr(72)
+"""Registers of a thread of the producer that converts e4m3; warp group 0 has what is left: 208."""
 
 
 @gluon.jit(
@@ -42,7 +48,7 @@ _PRODUCER = tl.constexpr(56)
         *("table_row", "num_rows"),
         *("query_token", "query_head", "rotary_token", "rotary_head"),
     ],
-    do_not_specialize_on_alignment=["table_ptr", "lse_ptr"],
+    do_not_specialize_on_alignment=["table_ptr", "lse_ptr", "k_scale_ptr"],
 )
 def hopper_mla_kernel(
     query_ptr,
@@ -51,6 +57,7 @@ def hopper_mla_kernel(
     cache_ptr,
     out_ptr,
     lse_ptr,
+    k_scale_ptr,
     table_ptr,
     rows_ptr,
     total_ptr,
@@ -73,6 +80,7 @@ def hopper_mla_kernel(
     TILE_HEADS: gl.constexpr,
     QUERY_TOKENS: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
+    ROW_UNITS: gl.constexpr,
     RUN: gl.constexpr,
     OUT_TOKEN: gl.constexpr,
     OUT_HEAD: gl.constexpr,
@@ -80,13 +88,17 @@ def hopper_mla_kernel(
     EARLY: gl.constexpr,
     PREFETCH: gl.constexpr,
     LSE: gl.constexpr,
+    E4M3: gl.constexpr,
 ):
     """Attention of the plan's work items, and states of those cut; grid ``(groups * HEADS,)``.
 
     Of the ``num_rows`` rows of output and LSE, those that no work item has are cleared.
 
     ``k_desc`` describes latent rows ``[N, BLOCK_SIZE, 576]`` in boxes of RUN tokens and 64 columns;
-    ``cache_ptr`` is their address, for prefetches. Query is ``[T, H, 512]`` and rotary
+    ``cache_ptr`` is their address, for prefetches. With E4M3, which says that rows are bytes of
+    e4m3, ``cache_ptr`` is of bytes, ``cache_block`` and ROW_UNITS are the units of 16 bytes from
+    page to page and from token to token, ``k_scale`` is an fp32 scalar, products have the query's
+    type, and nothing is read through ``k_desc``. Query is ``[T, H, 512]`` and rotary
     ``[T, H, 64]``, whose strides of tokens and heads are in units of 16 bytes; out is
     ``[T, H, 512]``, LSE ``[T, H]``; rows and shares are tensors of the plan.
 
@@ -94,19 +106,21 @@ def hopper_mla_kernel(
     another program began, then of an item that goes on in another program. The sums of a state are
     ``[2, TILE_HEADS * QUERY_TOKENS]``: maxima in units of log 2, and sums.
     """
-    DTYPE: gl.constexpr = k_desc.dtype
+    DTYPE: gl.constexpr = query_ptr.dtype.element_ty if E4M3 else k_desc.dtype
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     STAGES: gl.constexpr = gl.NVMMASharedLayout(128, 16, 3)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    RUNS: gl.constexpr = 64 // RUN
+    BOX: gl.constexpr = BLOCK if E4M3 else RUN
+    BOXES: gl.constexpr = BLOCK // BOX
     query = LatentQuery(
         query_ptr=query_ptr, rotary_ptr=rotary_ptr, query_token=query_token, query_head=query_head,
         rotary_token=rotary_token, rotary_head=rotary_head, scale=scale,
     )  # fmt: skip
     cache = LatentCache(
         k_desc=k_desc, rope_desc=None, table_ptr=table_ptr, table_row=table_row, k_scale_ptr=None,
-        cache_ptr=cache_ptr, cache_block=cache_block, BLOCK_SIZE=BLOCK_SIZE, PREFETCH=PREFETCH,
+        cache_ptr=cache_ptr, cache_block=cache_block, ROW_UNITS=ROW_UNITS, BLOCK_SIZE=BLOCK_SIZE,
+        PREFETCH=PREFETCH, E4M3=E4M3,
     )  # fmt: skip
     # Work items are cut between any two tiles, so this plan has no segments.
     plan = Plan(
@@ -122,14 +136,14 @@ def hopper_mla_kernel(
     tile = Tile(
         GROUP=GROUP, TILE_HEADS=TILE_HEADS, USED=TILE_HEADS * QUERY_TOKENS, ROWS=64, SIZE=2 * HALF,
         WIDTH=2 * HALF,
-        DTYPE=DTYPE, E4M3=False, SCORES=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16]),
+        DTYPE=DTYPE, E4M3=E4M3, SCORES=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16]),
         OUTPUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16]), CONSUMERS=2,
         FINISH_ROWS=0, FINISH_WIDTH=0,
     )  # fmt: skip
     # Both blocks of a tile of keys: left half of the latents, right half, rope.
-    left_boxes = gl.allocate_shared_memory(DTYPE, [8 * RUNS, 1, RUN, 64], STAGES)
-    right_boxes = gl.allocate_shared_memory(DTYPE, [8 * RUNS, 1, RUN, 64], STAGES)
-    rope_boxes = gl.allocate_shared_memory(DTYPE, [2 * RUNS, 1, RUN, 64], STAGES)
+    left_boxes = gl.allocate_shared_memory(DTYPE, [8 * BOXES, 1, BOX, 64], STAGES)
+    right_boxes = gl.allocate_shared_memory(DTYPE, [8 * BOXES, 1, BOX, 64], STAGES)
+    rope_boxes = gl.allocate_shared_memory(DTYPE, [2 * BOXES, 1, BOX, 64], STAGES)
     # Queries: left half and right half in one allocation, rope in another. Triton 3.8 can read an
     # allocation as tiles only if the tiles are all of it.
     q_boxes = gl.allocate_shared_memory(DTYPE, [8, 64, 64], LAYOUT)
@@ -138,6 +152,9 @@ def hopper_mla_kernel(
     m_first = gl.allocate_shared_memory(gl.float32, [64], FLAT)
     m_second = gl.allocate_shared_memory(gl.float32, [64], FLAT)
     sums = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
+    factors = sums
+    if E4M3:
+        factors = gl.allocate_shared_memory(gl.float32, [2, 1], FLAT)
     full = gl.allocate_shared_memory(gl.int64, [6, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [6, 1], BARRIER)
     ready = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
@@ -154,20 +171,36 @@ def hopper_mla_kernel(
     # Programs of the fold may start where multiprocessors are free. They load the plan before they
     # wait for this kernel, so this comes after the wait for the kernel that wrote it.
     let_kernels_behind_start()
+    if E4M3:
+        k_scale = gl.load(k_scale_ptr)
+        ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        factors.index(0).store(gl.full([1], scale * LOG2E * k_scale, gl.float32, ONE))
+        factors.index(1).store(gl.full([1], k_scale, gl.float32, ONE))
     ring = WideRing(
         left_boxes=left_boxes, right_boxes=right_boxes, rope_boxes=rope_boxes, full=full,
-        empty=empty, RUN=RUN, EARLY=EARLY,
+        empty=empty, RUN=RUN, CLEARS=not E4M3, EARLY=EARLY,
     )  # fmt: skip
     room = WideRoom(
         q_boxes=q_boxes, q_rope=q_rope, weights=weights, m_first=m_first, m_second=m_second,
-        sums=sums, ready=ready, loaded=loaded.index(0),
+        sums=sums, factors=factors, ready=ready, loaded=loaded.index(0),
     )  # fmt: skip
-    gl.warp_specialize(
-        [
-            (consume_latents, (0, query, ring, room, plan, out, tile)),
-            (consume_latents, (1, query, ring, room, plan, out, tile)),
-            (produce_latents, (num_rows, cache, ring, plan, out, GROUP)),
-        ],
-        [4, 1],
-        [_SECOND, _PRODUCER],
-    )
+    if E4M3:
+        gl.warp_specialize(
+            [
+                (consume_latents, (0, query, ring, room, plan, out, tile)),
+                (consume_latents, (1, query, ring, room, plan, out, tile)),
+                (convert_latents, (num_rows, cache, ring, plan, out, tile, GROUP)),
+            ],
+            [4, 4],
+            [_SECOND_OF_E4M3, _CONVERTER],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume_latents, (0, query, ring, room, plan, out, tile)),
+                (consume_latents, (1, query, ring, room, plan, out, tile)),
+                (produce_latents, (num_rows, cache, ring, plan, out, GROUP)),
+            ],
+            [4, 1],
+            [_SECOND, _PRODUCER],
+        )

@@ -154,7 +154,8 @@ class HopperLatentLauncher:
             pointers,
             table.stride()[0],
             output.shape[0],
-            *((tensors.k_scale, rope_desc) if fold is None else (tensors.latent,)),
+            tensors.k_scale,
+            rope_desc if fold is None else tensors.latent,
         )
         if fold is not None:
             fold((programs * slices,), output, lse, pointers)
@@ -206,13 +207,18 @@ class HopperLatentLauncher:
             "LSE": lse is not None,
         }
         if plan.depends_on_batch:
+            cells = UNIT_BYTES // rows.element_size() if self._is_quantized else 1
             fixed |= {
-                "cache_block": rows.stride(0),
+                "cache_block": rows.stride(0) // cells,
+                "ROW_UNITS": rows.stride(1) * rows.element_size() // UNIT_BYTES,
+                "E4M3": self._is_quantized,
                 # With one head tile, one program reads a work item's keys, and memory is the limit:
                 # half of a block is freed early. With several, products are the limit: nothing is
-                # freed early, and the programs prefetch the next tile into L2.
+                # freed early, and the programs prefetch the next tile into L2. Rows of e4m3 are
+                # prefetched always, since few of their bytes fit the producer's registers.
                 "EARLY": plan.tile.head_tiles == 1,
-                "PREFETCH": plan.heads > 1 and rows.stride(1) == rows.shape[-1],
+                "PREFETCH": (plan.heads > 1 or self._is_quantized)
+                and rows.stride(1) == rows.shape[-1],
             }
             attends = Launcher(
                 hopper_mla_kernel,
@@ -233,7 +239,7 @@ class HopperLatentLauncher:
         attends = Launcher(
             hopper_mla_narrow_kernel,
             fixed,
-            (*_VARYING, "k_scale_ptr", "rope_desc"),
+            (*_VARYING, "rope_desc"),
             groups=_PLAN,
             options=LaunchOptions(num_warps=8, waits=True),
             is_typed=True,
@@ -281,4 +287,5 @@ _VARYING = (
     "plan",
     "table_row",
     "num_rows",
+    "k_scale_ptr",
 )

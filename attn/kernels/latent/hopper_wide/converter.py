@@ -1,0 +1,150 @@
+"""The producer of the wide Hopper latent kernel over e4m3: four warps that convert rows to 16 bits.
+
+Bytes go from the cache to registers and from there, as numbers of 16 bits, into the ring that the
+products read. Shared memory has no room for bytes that wait to be converted: queries, one tile of
+converted keys and weights take 230,880 bytes of it. Registers hold half of a block's bytes, too few
+to hide the latency of memory, so the next tile is prefetched into L2.
+
+Conversion is exact: bf16 and fp16 have every number of e4m3. The cache's scale is a factor of the
+scores and of the output.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from attn.kernels.dense.hopper_decode.parts import FIELDS, share_at
+from attn.kernels.dense.hopper_prefill.converter import dequantised, words_layout
+from attn.kernels.dense.hopper_prefill.scheduler import wide
+from attn.kernels.lang.compat import reinterpret
+from attn.kernels.lang.opaque import opaque_zero
+from attn.kernels.lang.stored import E4M3
+from attn.kernels.latent.hopper_wide.parts import BLOCK, HALF, cut_at
+from attn.kernels.latent.structures import clear_padding
+
+_KIND = gl.constexpr(E4M3)
+_TILE = gl.constexpr(2 * BLOCK.value)
+_ROPE = gl.constexpr(64)
+_ROW = gl.constexpr(2 * HALF.value + _ROPE.value)
+"""Bytes of a row of the cache."""
+_HALF_WORDS = gl.constexpr(words_layout(BLOCK.value, HALF.value))
+"""Half of a block's latents: a thread has one row, which takes the fewest registers to address."""
+_ROPE_WORDS = gl.constexpr(words_layout(BLOCK.value, _ROPE.value))
+_ROWS = gl.constexpr(gl.SliceLayout(1, _HALF_WORDS.value))
+
+
+@gluon.jit
+def prefetch_runs(ptrs, nbytes, wanted):
+    """Prefetch ``nbytes`` from each of ``ptrs`` on into the L2 cache where ``wanted`` is not 0."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $3, 0; "
+        "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
+        "=r,l,r,r", [ptrs.to(gl.int64, bitcast=True), gl.to_tensor(nbytes), wanted],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _prefetch_tile(table, key_tile, end, cache, RUN: gl.constexpr, HEADS: gl.constexpr):
+    """Prefetch the rows of a tile; the program of each head tile asks for some of the runs.
+
+    A run is RUN keys of one page. ``end`` is the key after the last that is wanted.
+    """
+    KEYS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    # Each thread has a key; that of a run's first key asks for the run.
+    key = key_tile * _TILE + gl.arange(0, _TILE, layout=KEYS) + opaque_zero()
+    lane = gl.program_id(0) % HEADS
+    mine = (key % RUN == 0) & (key // RUN % HEADS == lane) & (key < end)
+    page = gl.load(table + key // cache.BLOCK_SIZE, mask=mine, other=0)
+    row = page.to(gl.int64) * wide(cache.cache_block) + key % cache.BLOCK_SIZE * cache.ROW_UNITS
+    prefetch_runs(cache.cache_ptr + row * 16, RUN * _ROW, mine.to(gl.int32))
+
+
+@gluon.jit
+def _pages(table, first, end, cache):
+    """The pages of the block of keys from ``first`` on, ``[BLOCK]`` int32; -1 from ``end`` on."""
+    key = first + gl.arange(0, BLOCK, layout=_ROWS) + opaque_zero()
+    return gl.load(table + key // cache.BLOCK_SIZE, mask=key < end, other=-1)
+
+
+@gluon.jit
+def _starts(pages, first, cache):
+    """Pointers to the rows of the block of keys from ``first`` on, as int32 words, ``[BLOCK]``."""
+    key = first + gl.arange(0, BLOCK, layout=_ROWS) + opaque_zero()
+    row = pages.to(gl.int64) * wide(cache.cache_block) + key % cache.BLOCK_SIZE * cache.ROW_UNITS
+    return cache.cache_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + row * 4
+
+
+@gluon.jit
+def _load(starts, pages, AT: gl.constexpr, BYTES: gl.constexpr, LAYOUT: gl.constexpr):
+    """BYTES bytes of a block's rows from byte AT on, as int32 words ``[BLOCK, BYTES // 4]``.
+
+    Where there is no page, they are zeros: such slots may hold anything, and as values they are
+    multiplied with weights of zero.
+    """
+    starts = gl.convert_layout(starts, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
+    live = gl.convert_layout(pages >= 0, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
+    column = gl.arange(0, BYTES // 4, layout=gl.SliceLayout(0, LAYOUT))
+    return gl.load(starts[:, None] + (column + AT // 4)[None, :], mask=live[:, None], other=0)
+
+
+@gluon.jit
+def _put(words, turn, columns, ring, tile, PLACE: gl.constexpr, BLOCK_OF: gl.constexpr):
+    """Convert words of four e4m3 into the place of some columns of a block, once that is free.
+
+    ``columns`` ``[2, BLOCK, width]`` int32 are these columns of both blocks, in pairs. PLACE is the
+    number of the first block's barrier.
+    """
+    # A fresh barrier lets parity 1 pass at once.
+    mbarrier.wait(ring.empty.index(PLACE + BLOCK_OF), (turn & 1) ^ 1)
+    columns.index(BLOCK_OF).store(dequantised(words, _KIND, tile.DTYPE))
+    # Make the stores visible to the products, which read through another proxy.
+    fence_async_shared()
+    mbarrier.arrive(ring.full.index(PLACE + BLOCK_OF), count=1)
+
+
+@gluon.jit
+def convert_latents(num_rows, cache, ring, plan, out, tile, HEADS: gl.constexpr):
+    """Convert the latent rows of the program's share, tile after tile; then clear padding.
+
+    The parts of a tile come in the order of
+    :func:`attn.kernels.latent.hopper_wide.producer.produce_latents`. The loads of a part are under
+    way while the part before it is handed over and this part's place is awaited.
+    """
+    SHAPE: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    left = reinterpret(ring.left_boxes, gl.int32, [2, BLOCK, HALF // 2], SHAPE)
+    right = reinterpret(ring.right_boxes, gl.int32, [2, BLOCK, HALF // 2], SHAPE)
+    rope = reinterpret(ring.rope_boxes, gl.int32, [2, BLOCK, _ROPE // 2], SHAPE)
+    first_row, begin, past_row, mine, fields = share_at(plan.shares_ptr, plan.HEADS)
+    turn = 0
+    for r in range(first_row, past_row):
+        cut = cut_at(r, mine, fields, begin)
+        # A block table has fewer than 2^31 entries, so that 32 bits hold the offset.
+        table = cache.table_ptr + cut.req * cache.table_row
+        # Keys past the part's last tile are not loaded.
+        end = gl.minimum(cut.kv_len, cut.high * _TILE)
+        if cache.PREFETCH:
+            _prefetch_tile(table, begin, end, cache, ring.RUN, plan.HEADS)
+        pages = _pages(table, begin * _TILE, end, cache)
+        starts = _starts(pages, begin * _TILE, cache)
+        words = _load(starts, pages, 0, HALF, _HALF_WORDS)
+        rotary = _load(starts, pages, 2 * HALF, _ROPE, _ROPE_WORDS)
+        for key_tile in range(begin, cut.high):
+            for block in gl.static_range(2):
+                _put(rotary, turn, rope, ring, tile, 0, block)
+                _put(words, turn, left, ring, tile, 2, block)
+                words = _load(starts, pages, HALF, HALF, _HALF_WORDS)
+                after = key_tile * _TILE + (block + 1) * BLOCK
+                pages = _pages(table, after, end, cache)
+                if cache.PREFETCH and block == 0:
+                    _prefetch_tile(table, key_tile + 1, end, cache, ring.RUN, plan.HEADS)
+                _put(words, turn, right, ring, tile, 4, block)
+                starts = _starts(pages, after, cache)
+                words = _load(starts, pages, 0, HALF, _HALF_WORDS)
+                rotary = _load(starts, pages, 2 * HALF, _ROPE, _ROPE_WORDS)
+            turn += 1
+        begin = 0
+        fields = plan.rows_ptr + ((r + 1) // plan.HEAD_LOOPS) * FIELDS
+    clear_padding(num_rows, plan, out, opaque_zero(), HEADS, 4)
