@@ -176,10 +176,10 @@ def misses_of(variant: Variant, target: int, facts: Facts) -> list[str]:
         *(Kernel.PREFILL, Kernel.MLA_PREFILL),
         *(Kernel.HOPPER_PREFILL, Kernel.HOPPER_MLA, Kernel.HOPPER_SPARSE),
     )
-    # Latent attention multiplies by warp over e4m3, and where there are few query rows.
+    # Latent attention multiplies by warp where there are few query rows.
     layer = variant.layer
     is_few = layer.heads[0] * (1 + layer.drafts) <= NARROW_ROWS
-    by_warp = variant.kernel is Kernel.HOPPER_MLA and (layer.cache.is_quantized or is_few)
+    by_warp = variant.kernel is Kernel.HOPPER_MLA and (layer.batch_invariant or is_few)
     by_warp |= variant.kernel is Kernel.HOPPER_SPARSE and layer.heads[0] <= MOST_NARROW_HEADS
     wants_groups = target == 90 and variant.kernel in by_groups and is_narrow and not by_warp
     if wants_groups and not facts.warp_group_products:

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -115,11 +116,14 @@ def test_bits_of_a_row_alone_are_those_of_tiles_of_16_rows(heads: int, stored_bi
         assert chosen == tile
 
 
-def test_any_number_of_heads_and_tokens_fits_a_tile_and_pages_are_whole_boxes() -> None:
+@pytest.mark.parametrize("stored_bits", [8, 16])
+def test_any_number_of_heads_and_tokens_fits_a_tile_and_pages_are_whole_boxes(
+    stored_bits: int,
+) -> None:
     for heads in range(1, 129):
         for tokens in (1, 2, 4, 16):
             for block_size in (16, 48, 64, 528):
-                shape = replace(SHAPE, num_heads=heads)
+                shape = replace(SHAPE, num_heads=heads, stored_bits=stored_bits)
                 tile = hopper_latent_tile(shape, HOPPER, block_size, tokens, LayerRequirements())
                 assert isinstance(tile, HopperDecodeTile)
                 split = tile.split
@@ -130,7 +134,7 @@ def test_any_number_of_heads_and_tokens_fits_a_tile_and_pages_are_whole_boxes() 
                 assert 1 <= split.query_tokens <= tokens
                 assert split.tile_heads * split.query_tokens <= split.rows == rows
                 assert block_size % tile.run == 0
-                assert 64 % tile.run == 0
+                assert (128 if rows == 16 and stored_bits == 8 else 64) % tile.run == 0
                 assert SEGMENT % split.segment_unit == 0
                 # A launcher knows query lengths only through the plan's tokens.
                 assert (
@@ -143,12 +147,14 @@ def test_any_number_of_heads_and_tokens_fits_a_tile_and_pages_are_whole_boxes() 
 
 @pytest.mark.parametrize("heads", [1, 16, 17, 40, 128])
 @pytest.mark.parametrize("tokens", [1, 4])
-def test_tiles_over_e4m3_have_16_rows(heads: int, tokens: int) -> None:
-    shape, asks = replace(SHAPE, num_heads=heads, stored_bits=8), LayerRequirements()
+def test_narrow_tiles_over_e4m3_have_128_keys(heads: int, tokens: int) -> None:
+    shape = replace(SHAPE, num_heads=heads, stored_bits=8)
+    asks = LayerRequirements(batch_invariant=heads * tokens > 16)
     for block_size, run in ((16, 16), (48, 16), (128, 128), (256, 128)):
         tile = hopper_latent_tile(shape, HOPPER, block_size, tokens, asks)
         assert isinstance(tile, HopperDecodeTile)
         assert (tile.run, tile.least_tiles, tile.split.rows, tile.num_stages) == (run, None, 16, 2)
+        assert tile.split.kv_tile == 128
         assert tile.split.tile_heads * tile.split.query_tokens <= 16
         assert tile.split.tile_heads * tile.split.head_tiles >= heads
 
@@ -269,7 +275,7 @@ def test_it_computes_a_step_of_every_kind(kind: str, launched: list[KernelCall])
     assert all(call.kernel is wanted for call in launched)
 
 
-@pytest.mark.parametrize("kind", ["pages_of_16", "few_rows", "e4m3"])
+@pytest.mark.parametrize("kind", ["pages_of_16", "few_rows", "e4m3", "wide_e4m3_pages_of_16"])
 def test_offsets_of_pages_may_need_more_than_32_bits(kind: str, launched: list[KernelCall]) -> None:
     with far_pages():
         assert findings(replace(KINDS[kind], padded_pages=True)) == {}
@@ -357,6 +363,27 @@ def test_values_that_nobody_wrote_would_show(kind: str, launched: list[KernelCal
     assert launched
 
 
+def pages_of_whole_runs(table: Any, first: Any, end: Any, cache: Any) -> Any:
+    """The pages of a block of keys, also of slots behind a request's last key."""
+    key = int(first) + np.arange(64)
+    at, pages = table + key // cache.BLOCK_SIZE, np.full(64, -1, np.int32)
+    mask, used = at.within(key < -(-int(end) // 16) * 16)
+    pages[mask] = at.storage[used]
+    return gluon_in_numpy.value(pages)
+
+
+@pytest.mark.parametrize("instead", [{"_pages": pages_of_whole_runs}], indirect=False)
+def test_converted_values_that_nobody_wrote_would_show(launched: list[KernelCall]) -> None:
+    assert findings(KINDS["wide_e4m3_pages_of_16"])
+    assert launched
+
+
+@pytest.mark.parametrize("instead", [{"_loaded": lambda _: np.float32(1)}], indirect=False)
+def test_scales_of_a_cache_that_are_left_out_would_show(launched: list[KernelCall]) -> None:
+    assert findings(KINDS["wide_e4m3_pages_of_16"])
+    assert launched
+
+
 def poison_new_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fill every float tensor that ``new_empty`` makes with NaN."""
     made = torch.Tensor.new_empty
@@ -382,8 +409,8 @@ def padding_of(heads: int, cache_dtype: CacheDType) -> tuple[torch.Tensor, torch
     return out, lse
 
 
-PADDED = [(3, CacheDType.AUTO), (20, CacheDType.AUTO), (3, CacheDType.FP8_E4M3)]
-"""Heads and types of caches, for the narrow kernel, the wide one, and the narrow one over e4m3."""
+PADDED = [(heads, dtype) for heads in (3, 20) for dtype in (CacheDType.AUTO, CacheDType.FP8_E4M3)]
+"""Heads and types of caches: for the narrow kernel and the wide one, over 16 bits and e4m3."""
 
 
 @pytest.mark.parametrize(("heads", "cache_dtype"), PADDED)
@@ -421,7 +448,7 @@ def odd(part: torch.Tensor, extra: int) -> torch.Tensor:
     return wide[..., : part.shape[2]].copy_(part)
 
 
-@pytest.mark.parametrize("kind", ["pages_of_16", "few_rows", "e4m3"])
+@pytest.mark.parametrize("kind", ["pages_of_16", "few_rows", "e4m3", "wide_e4m3_pages_of_16"])
 @pytest.mark.parametrize("extra", [0, 8, 3])
 def test_query_parts_may_have_any_strides(
     kind: str, extra: int, launched: list[KernelCall], monkeypatch: pytest.MonkeyPatch

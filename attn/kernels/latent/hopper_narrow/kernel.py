@@ -1,7 +1,7 @@
 """The narrow Hopper latent kernel: decode and verify by work items of up to 16 query rows.
 
 It serves requests of at most 16 rows (query tokens x query heads), and requests of any size if the
-cache is e4m3 or the layer asks for batch invariance.
+layer asks for batch invariance.
 
 **Products by warp.** Each warp multiplies by itself (``mma_v2``). A product of a warp group would
 compute 64 rows for 16, and its state would be as large, which leaves no room for a second state.

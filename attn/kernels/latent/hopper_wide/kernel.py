@@ -2,7 +2,8 @@
 
 A work item is up to 64 query rows (query tokens x query heads). Two consumer warp groups multiply,
 each with half of the output's columns. A row of the cache is read once: all of it is the key, and
-its first 512 columns are the value.
+its first 512 columns are the value. Over a cache of e4m3 a warp group converts rows to the query's
+type on their way into shared memory (:mod:`attn.kernels.latent.hopper_wide.converter`).
 
 **Cuts.** Every program takes the same number of key tiles, and a work item is cut wherever that
 falls. The state of 64 query rows is 128 KiB, all that registers hold. Keeping one such state for
@@ -13,7 +14,8 @@ lengths in the batch, and is the same in every launch.
 
 **Dead keys.** A page is not read if no query row sees a key of it; TMA fills its place with zeros,
 by a box outside the cache. Slots past the end of a request share a page with live slots and may
-hold anything. As values they are overwritten with zeros, since zero times NaN is NaN.
+hold anything. As values they are overwritten with zeros, since zero times NaN is NaN. A converting
+producer does not read them, and stores zeros.
 """
 
 from __future__ import annotations
@@ -37,10 +39,12 @@ _SECOND = tl.constexpr(232)
 _PRODUCER = tl.constexpr(56)
 """Registers of a thread of the producer. With fewer, Triton 3.9 spills values that both warp group
 1 and the producer compute from the thread's number, since the producer's code keeps them."""
-_SECOND_OF_E4M3 = tl.constexpr(224)
-"""Registers of a thread of warp group 1 with a cache of e4m3."""
-_CONVERTER = tl.constexpr(72)
-"""Registers of a thread of the producer that converts e4m3; warp group 0 has what is left: 208."""
+_SECOND_OF_E4M3 = tl.constexpr(208)
+"""Registers of a thread of warp group 1 with a cache of e4m3, where nothing is cleared. Warp group
+0 has 216, as otherwise."""
+_CONVERTER = tl.constexpr(80)
+"""Registers of a thread of the producer that converts e4m3: 40 words of four elements, and what
+addresses them. With 72 Triton spills for fp16, with 64 for bf16 too."""
 
 
 @gluon.jit(
