@@ -578,6 +578,11 @@ HOPPER_VARIANTS: Final = (
     _only(_HL, "128 heads fp8", 90, speed=True, heads=(128, 1, 576), block_size=64, cache=_FP8),
     _only(_HL, "64 heads fp8 pages of 16", heads=(64, 1, 576), cache=_FP8),
     _only(_HL, "20 heads fp8 fp16", heads=(20, 1, 576), dtype=DType.FLOAT16, cache=_FP8, drafts=3),
+    _only(
+        *(_HL, "20 heads fp8 fp16 invariant"),
+        **{"heads": (20, 1, 576), "dtype": DType.FLOAT16, "cache": _FP8, "drafts": 3},
+        batch_invariant=True,
+    ),
     # Lists of rows.
     _of_latents(_HS, "128 heads", 90, speed=True, heads=128),
     _of_latents(_HS, "64 heads", heads=64),

@@ -75,12 +75,12 @@ KINDS = {
     "e4m3": (E4M3, 1),
     "e4m3_verify": (E4M3, 4),
     "e4m3_fp16_h20": (replace(E4M3, dtype=DType.FLOAT16, heads=20), 2),
+    "e4m3_h64": (replace(E4M3, heads=64), 1),
     "e4m3_h128": (replace(E4M3, heads=128), 1),
+    "e4m3_h128_verify": (replace(E4M3, heads=128, speculative=1), 2),
 }
 INVARIANT = [
-    kind
-    for kind, (setup, _) in KINDS.items()
-    if setup.cache_dtype.is_quantized or setup.heads * (1 + (setup.speculative or 0)) <= 16
+    kind for kind, (setup, _) in KINDS.items() if setup.heads * (1 + (setup.speculative or 0)) <= 16
 ]
 """The kinds in which a row's cuts depend on that row alone; in the others the batch decides."""
 STEPS: dict[str, Any] = {

@@ -48,13 +48,13 @@ _E5M2_BF16 = _ptx(
 
 @gluon.jit
 def dequantised(words, KIND: gl.constexpr, DTYPE: gl.constexpr):
-    """Words of four bytes as twice as many words of two numbers of type DTYPE, which has 16 bits."""
+    """Words of four bytes as twice as many words of two numbers of 16 bits, of type DTYPE."""
     if KIND == _E5M2:
         gl.static_assert(DTYPE.is_bf16(), "fp16 has e5m2's infinities")
         low, high = gl.inline_asm_elementwise(
             _E5M2_BF16, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
         )
-    elif DTYPE == gl.bfloat16:
+    elif gl.bfloat16 == DTYPE:
         low, high = gl.inline_asm_elementwise(
             _E4M3_BF16, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
         )
