@@ -14,8 +14,8 @@ the batch.
 **e4m3.** A latent row of e4m3 is 512 bytes of latent and 64 bytes of rotary key, half of a 16-bit
 row. Bytes are converted exactly to fp16 in registers, on their way into an operand: once along
 columns for scores, once along keys for the output. Products of warp groups need their operands in
-shared memory, and converting them there would take more of its bandwidth than products leave. The
-scale of the cache multiplies scores and the output.
+shared memory, as the wide kernel's converter stores them; for 16 rows that would take more of its
+bandwidth than products leave. The scale of the cache multiplies scores and the output.
 
 **Tiles.** A tile is 64 keys of 16 bits or 128 keys of e4m3, the same number of bytes. Tiles of half
 the size took a fifth longer: shared memory is the limit with e4m3, and queries are read from it
