@@ -18,22 +18,24 @@ V = {
     "wide_nofetch": dict(PREFETCH=False),
     "wide_early": dict(EARLY=True),
     "wide_late": dict(EARLY=False),
+    # Two threads beside each other load 32 bytes of a row, and a thread has one row: the layout of dense prefill's converter.
+    "wide_32": dict(layout="words_layout(BLOCK.value, {})"),
     "bf16": {},
 }
 ROWS = [
     ("odd_h128", "narrow wide"), ("odd_h64", "narrow wide"), ("odd_p16_h20", "narrow wide"), ("odd_h16q4", "narrow wide"),
-    ("h128_b32_4k", "narrow wide wide_nofetch wide_early flashmla"),
+    ("h128_b32_4k", "narrow wide wide_32 wide_nofetch wide_early flashmla"),
     ("h128_b128_4k", "narrow wide wide_early flashmla"),
     ("h128_b1_8k", "narrow wide wide_nofetch flashmla"),
     ("h128_zipf", "narrow wide flashmla"),
-    ("h64_b64_8k", "narrow wide wide_nofetch wide_late flashmla"),
+    ("h64_b64_8k", "narrow wide wide_32 wide_nofetch wide_late flashmla"),
     ("h16q4_b64_4k", "narrow wide wide_late flashmla"),
     ("bf16_h128_b32_4k", "bf16 flashmla"),
 ]
 WARM = [
     ("odd_h128", "wide+narrow"), ("odd_h64", "wide+narrow"), ("odd_p16_h20", "wide+narrow"), ("odd_h16q4", "wide+narrow"),
     ("h128_b32_4k", "wide_nofetch"), ("h128_b32_4k", "wide_early"), ("h128_b128_4k", "narrow"), ("h128_b1_8k", "narrow"),
-    ("h128_zipf", "wide"), ("h64_b64_8k", "wide_nofetch"), ("h64_b64_8k", "wide_late"), ("h16q4_b64_4k", "wide_late"),
+    ("h128_zipf", "wide"), ("h128_b32_4k", "wide_32"), ("h64_b64_8k", "wide_32"), ("h64_b64_8k", "wide_nofetch"), ("h64_b64_8k", "wide_late"), ("h16q4_b64_4k", "wide_late"),
     ("bf16_h128_b32_4k", "bf16"),
 ]
 ODD = (1, 63, 64, 65, 129, 500, 512, 513, 1025, 2048, 2049, 9000, 20000, 17, 8193, 300, 4100, 128, 77, 33000)
@@ -53,6 +55,31 @@ def cases():
     found["odd_p16_h20"] = found["odd_p16_h20"].replace(block_size=16)
     found["bf16_h128_b32_4k"] = _latent("bf16_h128_b32_4k", 128, (32, 4096))
     return found
+
+
+def kernel_of(layout):
+    """The wide kernel with another layout of loads in its converter: copies of both modules in a folder of their own."""
+    import attn.kernels.latent.hopper_wide.kernel as kernel
+    if layout is None:
+        return kernel.hopper_mla_kernel
+    import importlib, re
+    import attn.kernels.latent.hopper_wide.converter as converter
+    folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "fp8wide_made")
+    if folder not in sys.path:
+        text = open(converter.__file__).read()
+        text = text.replace("import dequantised\n", "import dequantised, words_layout\n")
+        text, count = re.subn(r"_words_layout\((HALF|_ROPE)\.value // 4\)", lambda m: layout.format(f"{m[1]}.value"), text)
+        assert count == 2 and "import dequantised, words_layout" in text
+        name = "attn.kernels.latent.hopper_wide.converter"
+        copy = open(kernel.__file__).read().replace(f"from {name} import", "from fp8wide_converter import")
+        assert "fp8wide_converter" in copy
+        os.makedirs(folder, exist_ok=True)
+        for file, content in (("fp8wide_converter.py", text), ("fp8wide_kernel.py", copy)):
+            with open(os.path.join(folder, f"{file}.{os.getpid()}"), "w") as made:
+                made.write(content)
+            os.replace(made.name, os.path.join(folder, file))
+        sys.path.append(folder)
+    return importlib.import_module("fp8wide_kernel").hopper_mla_kernel
 
 
 def member():
@@ -75,7 +102,7 @@ def ours(layer, case, name, k_scale=1.0):
 
     own = replace(layer, impl=latent_impl(member(), case), scales=LayerScales.of(k=k_scale, device=layer.kv_cache.device))
     builder = make_builder(member(), own, V[name].get("invariant", False), kernels=Kernels.own(PrefillKernel.TRITON, DecodeKernel.HOPPER))
-    with mock.patch.object(launch, "Launcher", launcher):
+    with mock.patch.object(launch, "Launcher", launcher), mock.patch.object(launch, "hopper_mla_kernel", kernel_of(V[name].get("layout"))):
         run = our_run(own, builder)
         run.call()
     return run, own, builder

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from attn.kernels.dense.hopper_decode.parts import FIELDS, share_at
-from attn.kernels.dense.hopper_prefill.converter import dequantised, words_layout
+from attn.kernels.dense.hopper_prefill.converter import dequantised
 from attn.kernels.dense.hopper_prefill.scheduler import wide
 from attn.kernels.lang.compat import reinterpret
 from attn.kernels.lang.opaque import opaque_zero
@@ -29,9 +29,28 @@ _TILE = gl.constexpr(2 * BLOCK.value)
 _ROPE = gl.constexpr(64)
 _ROW = gl.constexpr(2 * HALF.value + _ROPE.value)
 """Bytes of a row of the cache."""
-_HALF_WORDS = gl.constexpr(words_layout(BLOCK.value, HALF.value))
-"""Half of a block's latents: a thread has one row, which takes the fewest registers to address."""
-_ROPE_WORDS = gl.constexpr(words_layout(BLOCK.value, _ROPE.value))
+
+
+def _words_layout(width: int) -> gl.DistributedLinearLayout:
+    """How a block's words ``[BLOCK, width]`` lie in a warp group: a thread has 16 bytes of a row.
+
+    Four threads read 64 bytes side by side, in one request to L2. Eight neighbouring threads have
+    the same columns of eight rows, whose places in the swizzled ring are in different banks.
+    """
+    beyond = [[0, 16 << k] for k in range((width // 16).bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], *beyond, [32, 0]],
+        lane_bases=[[1, 0], [2, 0], [4, 0], [0, 4], [0, 8]],
+        warp_bases=[[8, 0], [16, 0]],
+        block_bases=[],
+        shape=[BLOCK.value, width],
+    )
+
+
+_HALF_WORDS = gl.constexpr(_words_layout(HALF.value // 4))
+"""The layout of half of a block's latents."""
+_ROPE_WORDS = gl.constexpr(_words_layout(_ROPE.value // 4))
+"""The layout of a block's rotary part."""
 _ROWS = gl.constexpr(gl.SliceLayout(1, _HALF_WORDS.value))
 
 
