@@ -191,6 +191,10 @@ def hopper_tile(
     if asks.batch_invariant and asks.kv_tile is not None:
         if is_pair:
             return "batch invariance and heads of 192 and 128 elements"
+        if shape.stored_bits == 8:
+            # It dequantises keys to rows in their natural order. The split-KV kernel multiplies
+            # even columns first and then odd ones, in sums of another order.
+            return "batch invariance and a cache of 8 bits"
         return _segmented_tile(packed, run, asks.kv_tile, *_columns(shape.head_size))
     if shape.stored_bits == 8:
         # Producers dequantise and need registers too: two warp groups, or one at head size 256.
@@ -289,10 +293,9 @@ def segmented_prefill_of(
         )
     if shape.itemsize != 2:
         return f"the model's elements have {shape.itemsize} bytes, not 2"
-    if shape.stored_bits != 16:
-        # Their split-KV tiles have 128 keys, and threads of a large tile no room for so many.
-        return f"the cache's elements have {shape.stored_bits} bits, not 16"
-    if asks.query is not None and asks.cache_dtype is not None:
+    if shape.stored_bits not in (8, 16):
+        return f"the cache's elements have {shape.stored_bits} bits, not 8 or 16"
+    if shape.stored_bits == 16 and asks.query is not None and asks.cache_dtype is not None:
         # Products of two types would be in fp32, in sums of parts that depend on the tile.
         stored = asks.cache_dtype.element(asks.query)
         if stored is not asks.query:

@@ -38,6 +38,8 @@ class Setup:
     soft_cap: float | None = None
     sinks: bool = False
     alibi: bool = False
+    head_scales: bool = False
+    """A cache of fp8 has a scale for each head; otherwise one for all."""
     keys: int = 9000
     """Keys of the request, its queries' own included."""
     queries: int = 600
@@ -79,7 +81,11 @@ class Prompt:
             kernels=Kernels.own(setup.prefill),
         )
         one = torch.ones((), device=device)
-        self.layer = Layer(one, one, one)
+        # No powers of two, which would round nothing.
+        scale = one if setup.cache_dtype is CacheDType.AUTO else 0.03 * one
+        if setup.head_scales:
+            scale = torch.linspace(0.02, 0.05, kv_heads, device=device)
+        self.layer = Layer(one, scale, 1.7 * scale)
         self.impl: Any = TritonAttentionBackend.get_impl_cls()(
             heads,
             size,

@@ -243,6 +243,7 @@ def test_its_tiles_have_the_keys_of_decodes_and_fit(size: int) -> None:
         (SHAPE, ASKED, "every row has the bits of the split-KV kernel"),
         (replace(SHAPE, head_size=192), replace(ASKED, kv_tile=64), "heads of 192 and 128"),
         (SHAPE, replace(ASKED, kv_tile=64, alibi=True), "ALiBi"),
+        (replace(SHAPE, stored_bits=8), replace(ASKED, kv_tile=128), "a cache of 8 bits"),
     ],
 )
 def test_layers_whose_prompts_it_leaves_to_other_kernels(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from attn.testing.batches import BatchSpec, Heads
 from attn.testing.cases import FEATURES, Case
 from attn.testing.dense_trial import DenseTrial
 from attn.testing.trial import CaseResult
+from builders.dense import triton_attn
 from builders.dense.choice import LayerRequirements, segmented_prefill_of
 from builders.splitkv import segments
 from builders.splitkv.planner import SplitPlanner
@@ -25,7 +27,8 @@ from builders.splitkv.record import PrefillPlan
 from builders.splitkv.tiles import DenseShape, split_tile
 from specs.devices import DeviceKind
 from specs.dtypes import CacheDType, DType
-from specs.engine import DecodeKernel
+from specs.engine import DecodeKernel, EngineConfig, Kernels, PrefillKernel
+from specs.kv_cache import FullAttentionSpec
 from tests.dense.chunked import Prompt, Rows, Setup, differing, products_in_order
 from tests.tools.gpus import hopper
 
@@ -35,6 +38,11 @@ pytestmark = pytest.mark.skipif(
 CPU = torch.device("cpu")
 SMALL = Setup(heads=(2, 1, 64), dtype=DType.FLOAT16, keys=2300, queries=70, max_len=4096)
 """Its keys are five segments, in three segment groups of two."""
+E4M3 = replace(
+    SMALL, heads=(2, 1, 128), dtype=DType.BFLOAT16, cache_dtype=CacheDType.FP8, queries=140
+)
+"""Its prompts have tiles of 128 tokens, and outputs of earlier segments wait in memory."""
+INT8 = replace(SMALL, cache_dtype=CacheDType.INT8_PER_TOKEN_HEAD)
 LAYERS = {
     "causal": SMALL,
     "window": replace(SMALL, window=700),
@@ -45,6 +53,17 @@ LAYERS = {
     "stored": replace(SMALL, heads=(2, 1, 256), keys=2300, queries=40),
     "stored behind a window": replace(SMALL, heads=(2, 1, 256), keys=1400, queries=40, window=700),
     "bf16": replace(SMALL, dtype=DType.BFLOAT16, keys=1100),
+    "e4m3": replace(SMALL, cache_dtype=CacheDType.FP8),
+    "e4m3, wide heads": replace(E4M3, window=700, keys=1400),
+    "e4m3, scales of heads": replace(
+        E4M3, heads=(4, 2, 128), dtype=DType.FLOAT16, keys=1100, head_scales=True
+    ),
+    "e4m3, 256": replace(E4M3, heads=(2, 1, 256), keys=1100),
+    "e4m3, cap and sinks": replace(E4M3, keys=1100, soft_cap=30.0, sinks=True),
+    "e5m2": replace(E4M3, cache_dtype=CacheDType.FP8_E5M2, keys=1100),
+    "int8": replace(INT8, keys=1100),
+    "int8, wide heads": replace(INT8, heads=(2, 1, 128), alibi=True, keys=1100),
+    "fp8 per token": replace(INT8, cache_dtype=CacheDType.FP8_PER_TOKEN_HEAD, keys=1100),
 }
 
 
@@ -79,7 +98,9 @@ def test_other_requests_of_the_step_change_no_bit() -> None:
     assert differing(prompt.rows(69, 70, ((1, 1200), (4, 600))), part(whole, 69, 70)) == 0
 
 
-@pytest.mark.parametrize("layer", ["causal", "stored", "stored behind a window"])
+@pytest.mark.parametrize(
+    "layer", ["causal", "stored", "stored behind a window", "e4m3, scales of heads"]
+)
 def test_a_prompts_programs_share_few_slots(layer: str) -> None:
     """Fewer programs than tiles: each takes several, and reads no state of the tile before."""
     prompt = Prompt(replace(LAYERS[layer], queries=70), CPU)
@@ -133,9 +154,12 @@ def test_every_mask_and_bias_is_right(feature: str, monkeypatch: pytest.MonkeyPa
 # -- Seeded faults: each makes bits differ.
 
 
-def test_stored_outputs_that_nobody_folds_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("layer", ["stored", "e4m3, scales of heads"])
+def test_stored_outputs_that_nobody_folds_differ(
+    layer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The last segment of a segment group finds nothing in memory."""
-    prompt = Prompt(LAYERS["stored"], CPU)
+    prompt = Prompt(LAYERS[layer], CPU)
     last = prompt.setup.queries
     decodes = prompt.in_chunks(1, last - 2)
     assert differing(decodes, part(prompt.rows(0, last), last - 2, last)) == 0
@@ -197,13 +221,33 @@ SHAPE = DenseShape(32, 8, 128, 128, 2, 16)
 ASKED = LayerRequirements(True, query=DType.BFLOAT16, cache_dtype=CacheDType.AUTO)
 
 
+@pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize("size", [64, 80, 128, 192, 256])
-def test_prompts_have_the_key_tile_of_decodes(size: int) -> None:
-    shape = replace(SHAPE, head_size=size, head_size_v=size)
+def test_prompts_have_the_key_tile_of_decodes(size: int, bits: int) -> None:
+    shape = replace(SHAPE, head_size=size, head_size_v=size, stored_bits=bits)
     tile = split_tile(shape, hopper(132), 4)
-    found = segmented_prefill_of(shape, hopper(132), tile, ASKED, DecodeKernel.AUTO)
+    asks = ASKED if bits == 16 else replace(ASKED, cache_dtype=CacheDType.FP8)
+    found = segmented_prefill_of(shape, hopper(132), tile, asks, DecodeKernel.AUTO)
     assert not isinstance(found, str)
     assert found.kv_tile == tile.kv_tile
+
+
+def test_decodes_over_an_fp8_cache_have_the_defaults_tile_and_plan() -> None:
+    fields = {"block_size": 16, "num_kv_heads": 8, "head_size": 128, "dtype": DType.BFLOAT16}
+    spec = FullAttentionSpec(**fields, cache_dtype=CacheDType.FP8)
+    limits = {"max_model_len": 8192, "max_num_seqs": 8, "max_num_batched_tokens": 2048}
+    config = EngineConfig(**limits, num_heads=32, kernels=Kernels.own(PrefillKernel.TRITON))
+    with mock.patch.object(triton_attn, "device_facts", return_value=hopper(132)):
+        default, own = (
+            triton_attn.TritonAttentionMetadataBuilder(
+                spec, ["layers.0"], config.replace(batch_invariant=is_invariant), CPU
+            ).planner
+            for is_invariant in (False, True)
+        )
+    assert own.is_segmented
+    assert own.tile == default.tile
+    assert (own.groups, own.short_query) == (default.groups, default.short_query)
+    assert own.prefill.kv_tile == own.tile.kv_tile
 
 
 @pytest.mark.parametrize(
@@ -213,7 +257,7 @@ def test_prompts_have_the_key_tile_of_decodes(size: int) -> None:
         (SHAPE, DeviceKind.SM100, ASKED, DecodeKernel.AUTO, "on sm100 products"),
         (SHAPE, DeviceKind.SM90, ASKED, DecodeKernel.HOPPER, "whose bits no prefill kernel has"),
         (replace(SHAPE, itemsize=4), DeviceKind.SM90, ASKED, DecodeKernel.AUTO, "4 bytes"),
-        (replace(SHAPE, stored_bits=8), DeviceKind.SM90, ASKED, DecodeKernel.AUTO, "8 bits"),
+        (replace(SHAPE, stored_bits=4), DeviceKind.SM90, ASKED, DecodeKernel.AUTO, "4 bits"),
         (
             replace(SHAPE, head_size=512, head_size_v=512),
             DeviceKind.SM90,

@@ -17,6 +17,8 @@ pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GQA = Setup(heads=(32, 8, 128))
+FP8 = replace(GQA, cache_dtype=CacheDType.FP8)
+INT8 = replace(GQA, cache_dtype=CacheDType.INT8_PER_TOKEN_HEAD)
 LAYERS = {
     "64": replace(GQA, heads=(32, 8, 64)),
     "96": replace(GQA, heads=(32, 8, 96)),
@@ -33,12 +35,28 @@ LAYERS = {
     "chunk": replace(GQA, chunk=4096),
     "cap and sinks": replace(GQA, soft_cap=30.0, sinks=True),
     "alibi": replace(GQA, alibi=True),
-    "fp8": replace(GQA, cache_dtype=CacheDType.FP8),
+    "fp8": FP8,
+    "fp8 64": replace(FP8, heads=(32, 8, 64)),
+    "fp8 256": replace(FP8, heads=(16, 8, 256)),
+    "fp8 fp16, scales of heads": replace(FP8, dtype=DType.FLOAT16, head_scales=True),
+    "fp8 window": replace(FP8, window=1000),
+    "fp8 cap and sinks": replace(FP8, soft_cap=30.0, sinks=True),
+    "fp8 tall": replace(FP8, heads=(16, 1, 128)),
+    "fp8 groups": replace(FP8, keys=30000),
+    "e5m2": replace(GQA, cache_dtype=CacheDType.FP8_E5M2),
+    "int8": INT8,
+    "int8 64": replace(INT8, heads=(32, 8, 64)),
+    "int8 alibi": replace(INT8, alibi=True),
+    "fp8 per token": replace(GQA, cache_dtype=CacheDType.FP8_PER_TOKEN_HEAD),
     "groups": replace(GQA, keys=30000),
     "octaves": replace(GQA, heads=(8, 1, 128), keys=150000, max_len=160000),
 }
 
-OF_HOPPER = [name for name in LAYERS if name not in ("alibi", "fp8")]
+OF_HOPPER = [
+    name
+    for name, setup in LAYERS.items()
+    if not (setup.alibi or setup.cache_dtype is not CacheDType.AUTO)
+]
 """Layers whose prompts the Hopper kernel serves."""
 
 
@@ -68,7 +86,7 @@ def test_both_kernels_of_prompts_have_the_same_bits(layer: str) -> None:
     assert differing(hopper.in_chunks(1, last - 20), part(whole, last - 20, last)) == 0
 
 
-@pytest.mark.parametrize("layer", ["64", "128", "256"])
+@pytest.mark.parametrize("layer", ["64", "128", "256", "fp8", "fp8 64", "int8"])
 def test_a_prompt_of_8192_tokens_has_the_bits_of_its_decodes(layer: str) -> None:
     prompt = Prompt(replace(LAYERS[layer], keys=8192, queries=8192, max_len=16384), DEVICE)
     whole = prompt.rows(0, 8192)
@@ -78,7 +96,7 @@ def test_a_prompt_of_8192_tokens_has_the_bits_of_its_decodes(layer: str) -> None
         assert differing(found, part(whole, start, start + 20)) == 0, start
 
 
-@pytest.mark.parametrize("layer", ["128", "window", "groups"])
+@pytest.mark.parametrize("layer", ["128", "window", "groups", "fp8", "int8"])
 def test_other_requests_of_the_step_change_no_bit(layer: str) -> None:
     prompt = Prompt(replace(LAYERS[layer], beside=2000), DEVICE)
     whole = prompt.rows(0, 600)

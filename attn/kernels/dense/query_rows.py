@@ -326,12 +326,13 @@ def load_planes(scratch, slot, wanted, ROWS: tl.constexpr):
 def fold_slots(new, slot, new_slot, stored, scratch):
     """Fold the state ``new``, whose outputs are in ``new_slot``, into the state in ``slot``.
 
-    That is the empty state unless something is ``stored`` there. States have one plane.
+    That is the empty state unless something is ``stored`` there.
 
     Returns:
         The folded state, whose outputs are in ``slot`` and not in registers.
     """
-    WIDTH: tl.constexpr = scratch.WIDTH
+    # All planes of a row lie one after another.
+    WIDTH: tl.constexpr = scratch.WIDTH * scratch.PLANES
     USED: tl.constexpr = scratch.USED
     row = tl.arange(0, USED)
     sums = scratch.sums_ptr + slot.to(tl.int64) * (2 * USED)
@@ -362,14 +363,21 @@ def fold_slots(new, slot, new_slot, stored, scratch):
 
 @triton.jit
 def load_outputs(state, slot, scratch):
-    """``state`` with the outputs in a slot of ``scratch``; rows without keys have none there."""
+    """``state`` with the outputs in a slot of ``scratch``; rows without keys have none there.
+
+    States have one plane or two.
+    """
+    CELLS: tl.constexpr = scratch.WIDTH * scratch.PLANES
     row = tl.arange(0, state.m.shape[0])
-    at = scratch.states_ptr + slot.to(tl.int64) * (scratch.USED * scratch.WIDTH)
+    at = scratch.states_ptr + slot.to(tl.int64) * (scratch.USED * CELLS)
     at = tl.multiple_of(at, 16)
-    cells = at + row[:, None] * scratch.WIDTH + tl.arange(0, scratch.WIDTH)[None, :]
+    cells = at + row[:, None] * CELLS + tl.arange(0, scratch.WIDTH)[None, :]
     seen = (state.m > float("-inf"))[:, None]
     acc = tl.load(cells, mask=seen, other=0.0, cache_modifier=".cg")
-    return State(state.m, state.l, acc, acc, acc, acc)
+    acc1 = acc
+    if scratch.PLANES > 1:
+        acc1 = tl.load(cells + scratch.WIDTH, mask=seen, other=0.0, cache_modifier=".cg")
+    return State(state.m, state.l, acc, acc1, acc, acc)
 
 
 @triton.jit

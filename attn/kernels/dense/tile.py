@@ -296,17 +296,20 @@ def fold_into_slot(total, m, l, new, stored, scratch, DECODE: tl.constexpr):
     """Fold the state ``new`` into ``total``, whose outputs are in the program's second slot.
 
     ``m`` and ``l`` replace those of ``new``. The outputs of ``total`` in registers are not used.
-    Unless something is ``stored``, they are 0. States have one plane.
+    Unless something is ``stored``, they are 0. States have one plane or two.
     """
+    CELLS: tl.constexpr = scratch.WIDTH * scratch.PLANES
     slot = tl.program_id(0) + tl.num_programs(0)
     row = tl.arange(0, total.m.shape[0])
     # Threads load what other threads stored. Triton pipelines no loop that holds
     # one of its own barriers.
     slot = barrier_and(slot, DECODE)
     # The compiler does not know how the scratch is aligned.
-    at = scratch.states_ptr + slot.to(tl.int64) * (scratch.USED * scratch.WIDTH)
-    at = tl.multiple_of(at, 16)
-    _fold_columns(total.m, total.l, m, l, new.acc0, at + row[:, None] * scratch.WIDTH, stored)
+    at = scratch.states_ptr + slot.to(tl.int64) * (scratch.USED * CELLS)
+    rows_at = tl.multiple_of(at, 16) + row[:, None] * CELLS
+    _fold_columns(total.m, total.l, m, l, new.acc0, rows_at, stored)
+    if scratch.PLANES > 1:
+        _fold_columns(total.m, total.l, m, l, new.acc1, rows_at + scratch.WIDTH, stored)
     top, sums, _ = fold(total.m, total.l, total.l[:, None], m, l, l[:, None])
     return State(top, sums, total.acc0, total.acc1, total.acc2, total.acc3)
 
@@ -624,7 +627,11 @@ def attend_tiles(
             else:
                 scores = scores * queries.scale[:, None]
             if cache.INLINE:
-                scores = scores * k_scale[None, :]
+                if tile.SUMS > 0:
+                    # The value's scale is added below.
+                    scores = product(scores, k_scale[None, :])
+                else:
+                    scores = scores * k_scale[None, :]
             distance = token[None, :] - queries.position[:, None]
             scores = biased(
                 scores, distance, queries.slope, query.soft_cap, query.SOFT_CAP, query.ALIBI, IEEE,
@@ -666,7 +673,11 @@ def attend_tiles(
         weights, alpha = weights_of(scores, state.m, m, queries.scale, query.SIMPLE, MASK)
         parts = weights
         if cache.INLINE:
-            parts = weights * (1.0 / v_scale)[None, :]
+            if tile.SUMS > 0:
+                # Columns are added below.
+                parts = product(weights, (1.0 / v_scale)[None, :])
+            else:
+                parts = weights * (1.0 / v_scale)[None, :]
         if tile.SUMS > 0:
             l = tl.fma(state.l, alpha[:, None], halved(parts, tile.SUMS))
         elif SEGMENTED:
