@@ -430,6 +430,17 @@ INVARIANT_VARIANTS: Final = (
     ),
     _only(_P, "64/8/64 window sinks", heads=(64, 8, 64), window=128, sinks=True, **_INVARIANT),
     _only(_D, "verify 4", drafts=3, **_INVARIANT),
+    # Caches of 8 bits. Prompts at head size 128 spill outside of the loops over keys; with a factor
+    # for each key they spill inside too.
+    *_attending("fp8 32/8/128", 90, cache=_FP8, **_INVARIANT),
+    _only(_P, "fp8 32/8/128", 90, cache=_FP8, **_INVARIANT),
+    *_attending("fp8 64/8/64", speed=True, heads=(64, 8, 64), cache=_FP8, **_INVARIANT),
+    _only(_P, "fp8 16/8/256", heads=(16, 8, 256), cache=_FP8, **_INVARIANT),
+    _only(_P, "fp8 window 1024", window=1024, cache=_FP8, **_INVARIANT),
+    _only(_P, "fp8 verify 8", drafts=7, cache=_FP8, **_INVARIANT),
+    *_attending("e5m2 32/8/128", cache=_E5M2, **_INVARIANT),
+    *_attending("int8 32/8/128", 90, cache=_INT8, **_INVARIANT),
+    _only(_P, "int8 64/8/64", 90, heads=(64, 8, 64), cache=_INT8, **_INVARIANT),
     _only(_H, "32/8/128", 90, speed=True, **_INVARIANT),
     _only(_H, "64/8/64", speed=True, heads=(64, 8, 64), **_INVARIANT),
     _only(_H, "32/32/96", speed=True, heads=(32, 32, 96), **_INVARIANT),
