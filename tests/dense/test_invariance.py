@@ -118,26 +118,48 @@ LONG = BatchSpec("long_queries", (40, 1, 70), (1300, 1100, 530))
 """Two prompts of the prefill kernel, whose keys fill up to three segments, and a decode."""
 
 
-@pytest.mark.parametrize(
-    "feature",
-    [
-        "causal",
-        "non_causal",
-        "causal_per_request_window",
-        "window",
-        "chunked_lookback",
-        "alibi_sqrt",
-        "sinks",
-        "soft_cap_window",
-        "mm_prefix",
-        "mm_prefix_clamped",
-        "rswa",
-        "fp8_output",
-    ],
-)
+MASKS = [
+    "causal",
+    "non_causal",
+    "causal_per_request_window",
+    "window",
+    "chunked_lookback",
+    "alibi_sqrt",
+    "sinks",
+    "soft_cap_window",
+    "mm_prefix",
+    "mm_prefix_clamped",
+    "rswa",
+    "fp8_output",
+]
+QUANTISED = {
+    "e4m3": (CacheDType.FP8, Heads(2, 1, 128), ["window", "mm_prefix_clamped", "rswa"]),
+    "int8": (CacheDType.INT8_PER_TOKEN_HEAD, Heads(2, 1, 64), ["soft_cap_window", "rswa"]),
+}
+"""Caches of 8 bits, with masks of which some leave slots unread."""
+
+
+@pytest.mark.parametrize("feature", MASKS)
 def test_every_mask_and_bias_is_right(feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attn.impls.dense.cached.write_kv", reference.write_kv)
     case = Case(FEATURES[feature], LONG, Heads(2, 1, 64), DType.FLOAT16)
+    check_results(case, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("stored", "feature"),
+    [(stored, name) for stored, (_, _, names) in QUANTISED.items() for name in names],
+)
+def test_masks_over_8_bits_are_right(
+    stored: str, feature: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache_dtype, heads, _ = QUANTISED[stored]
+    case = Case(FEATURES[feature], LONG, heads, DType.FLOAT16, cache_dtype)
+    check_results(case, monkeypatch)
+
+
+def check_results(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The results of a batch-invariant engine are those of the oracle."""
+    monkeypatch.setattr("attn.impls.dense.cached.write_kv", reference.write_kv)
     trial = DenseTrial(TritonAttentionBackend, case, CPU)
     trial.config = trial.config.replace(batch_invariant=True)
     trial.write()

@@ -199,8 +199,8 @@ def test_parts_that_the_host_knows_to_be_empty_are_left_out() -> None:
     assert builder_of(SPECS["encoder"]).build(0, batch_of(MIX)).split is None
     invariant = builder_of(batch_invariant=True)
     assert invariant.build(0, batch_of(PREFILL)).split is None
-    fp8 = FullAttentionSpec(**SIZES, cache_dtype=CacheDType.FP8)
-    every_row = builder_of(fp8, batch_invariant=True)
+    int4 = FullAttentionSpec(**SIZES, cache_dtype=CacheDType.INT4_PER_TOKEN_HEAD)
+    every_row = builder_of(int4, batch_invariant=True)
     assert every_row.build(0, batch_of(PREFILL)).prefill is None
 
 
