@@ -277,8 +277,9 @@ def segmented_tile(shape: DenseShape, gpu: GpuFacts, split: SplitTile) -> Prefil
 
     Both kernels multiply tiles of the same keys. There are two states, of a segment and of those
     before it. Where registers have no room for both, the second one waits in memory: outputs of
-    more than 128 columns; outside Hopper, where queries are in registers too, and over quantised
-    caches, whose tiles have twice the keys, of more than 64.
+    more than 128 columns, and outside Hopper, where queries are in registers too, of more than 64.
+    Over quantised caches, whose tiles have twice the keys, those are all but the outputs of up to
+    64 columns on Hopper.
 
     Args:
         shape: the layer.
@@ -291,16 +292,18 @@ def segmented_tile(shape: DenseShape, gpu: GpuFacts, split: SplitTile) -> Prefil
     if shape.width > 256:
         return f"head size {max(shape.head_size, shape.head_size_v)} is above 256"
     is_hopper = gpu.kind is DeviceKind.SM90
-    if shape.stored_bits < 16 and shape.width > 64:
-        # Threads also hold the keys that they dequantise, so 128 rows of 256 columns would spill
-        # in the loop over keys.
-        rows = 128 if is_hopper and shape.width <= 128 else 64
-        return PrefillTile(rows, split.kv_tile, 8, 2, stores_totals=True)
+    if shape.stored_bits < 16:
+        # Threads also hold the keys that they dequantise: larger tiles would spill in the loop.
+        if shape.width > 128:
+            return PrefillTile(64, split.kv_tile, 8, 2, stores_totals=True)
+        if shape.width > 64 and is_hopper:
+            return PrefillTile(128, split.kv_tile, 8, 2, stores_totals=True)
+        rows = 32 if shape.width > 64 else 64
+        return PrefillTile(rows, split.kv_tile, 4, 2, stores_totals=not is_hopper)
     if shape.width > 128:
         rows = 128 if is_hopper else 64
         return PrefillTile(rows, split.kv_tile, 8, 2, stores_totals=True)
     if shape.width > 64 and not is_hopper:
         return PrefillTile(64, split.kv_tile, 4, 2, stores_totals=True)
     # Two programs share a multiprocessor: one multiplies while the other computes weights.
-    small = gpu.shared_memory < LARGE_SHARED_MEMORY
-    return PrefillTile(64, split.kv_tile, 4, 2 if small or shape.stored_bits < 16 else 3)
+    return PrefillTile(64, split.kv_tile, 4, 2 if gpu.shared_memory < LARGE_SHARED_MEMORY else 3)

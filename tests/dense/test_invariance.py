@@ -24,7 +24,7 @@ from builders.dense.choice import LayerRequirements, segmented_prefill_of
 from builders.splitkv import segments
 from builders.splitkv.planner import SplitPlanner
 from builders.splitkv.record import PrefillPlan
-from builders.splitkv.tiles import DenseShape, split_tile
+from builders.splitkv.tiles import DenseShape, segmented_tile, split_tile
 from specs.devices import DeviceKind
 from specs.dtypes import CacheDType, DType
 from specs.engine import DecodeKernel, EngineConfig, Kernels, PrefillKernel
@@ -41,7 +41,7 @@ SMALL = Setup(heads=(2, 1, 64), dtype=DType.FLOAT16, keys=2300, queries=70, max_
 E4M3 = replace(
     SMALL, heads=(2, 1, 128), dtype=DType.BFLOAT16, cache_dtype=CacheDType.FP8, queries=140
 )
-"""Its prompts have tiles of 128 tokens, and outputs of earlier segments wait in memory."""
+"""Outputs of a prompt's earlier segments wait in memory, in two planes."""
 INT8 = replace(SMALL, cache_dtype=CacheDType.INT8_PER_TOKEN_HEAD)
 LAYERS = {
     "causal": SMALL,
@@ -252,6 +252,27 @@ def test_prompts_have_the_key_tile_of_decodes(size: int, bits: int) -> None:
     found = segmented_prefill_of(shape, hopper(132), tile, asks, DecodeKernel.AUTO)
     assert not isinstance(found, str)
     assert found.kv_tile == tile.kv_tile
+
+
+@pytest.mark.parametrize(
+    ("size", "kind", "wanted"),
+    [
+        (64, DeviceKind.SM90, (64, 4, False)),
+        (128, DeviceKind.SM90, (128, 8, True)),
+        (256, DeviceKind.SM90, (64, 8, True)),
+        (64, DeviceKind.SM80, (64, 4, True)),
+        (128, DeviceKind.SM80, (32, 4, True)),
+    ],
+)
+def test_prompts_over_8_bits_have_tiles_whose_loops_hardly_spill(
+    size: int, kind: DeviceKind, wanted: tuple[int, int, bool]
+) -> None:
+    """docs/notebook/invariance.md has the bytes that other tiles spill."""
+    shape = replace(SHAPE, head_size=size, head_size_v=size, stored_bits=8)
+    gpu = replace(hopper(132), kind=kind)
+    tile = segmented_tile(shape, gpu, split_tile(shape, gpu, 1))
+    assert not isinstance(tile, str)
+    assert (tile.query_tile, tile.num_warps, tile.stores_totals) == wanted
 
 
 def test_decodes_over_an_fp8_cache_have_the_defaults_tile_and_plan() -> None:
