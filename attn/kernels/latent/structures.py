@@ -188,12 +188,12 @@ class NarrowRoom:
     """The shared memory of the narrow kernel's consumer."""
 
     q_left: gl.shared_memory_descriptor
-    """``[16, 256]``, the queries' left halves. With an e4m3 cache, columns are in the order that
+    """``[1, 16, 256]``, the queries' left halves. With an e4m3 cache, columns are in the order that
     ``_query_of`` in ``attn/kernels/latent/hopper_narrow/consumer.py`` explains."""
     q_right: gl.shared_memory_descriptor
-    """``[16, 256]``, the queries' right halves, in the same order."""
+    """``[1, 16, 256]``, the queries' right halves, in the same order."""
     q_rope: gl.shared_memory_descriptor
-    """``[16, 64]``, the queries' rotary parts, in the same order."""
+    """``[1, 16, 64]``, the queries' rotary parts, in the same order."""
     exchange: gl.shared_memory_descriptor
     """``[16, 8]`` fp32, the maximum of each row in each warp."""
     turned: gl.shared_memory_descriptor

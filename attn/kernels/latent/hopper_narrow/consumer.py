@@ -134,9 +134,9 @@ def _scores_of(stage, kept, ring, room, tile):
     nothing = gl.zeros([16, ring.KV_TILE], gl.float32, OUTPUT)
     scores = _scored(kept.rope, ring.k_rope.index(stage), nothing, E4M3)
     scores = _scored(kept.left, keys.slice(0, _KEPT, dim=1), scores, E4M3)
-    q = _query_of(room.q_left.slice(_KEPT, 256 - _KEPT, dim=1), OUTPUT, E4M3)
+    q = _query_of(room.q_left.index(0).slice(_KEPT, 256 - _KEPT, dim=1), OUTPUT, E4M3)
     scores = _scored(q, keys.slice(_KEPT, 256 - _KEPT, dim=1), scores, E4M3)
-    q = _query_of(room.q_right, OUTPUT, E4M3)
+    q = _query_of(room.q_right.index(0), OUTPUT, E4M3)
     return scores + _scored(q, ring.k_right.index(stage), nothing, E4M3)
 
 
@@ -252,11 +252,12 @@ def _load_queries(work, in_group, query, room, tile):
     else:
         down = gl.full([16], 1.0, gl.float32, SUMS)
         up = down
-    # All warps must have read the previous item's queries.
+    # All warps must have read the previous item's queries. Without the opaque index, the addresses
+    # would occupy registers from the start of the kernel.
     thread_barrier()
-    room.q_left.store(_stored_order(_scaled(left, down, tile.DTYPE), tile.E4M3))
-    room.q_right.store(_stored_order(_scaled(right, down, tile.DTYPE), tile.E4M3))
-    room.q_rope.store(_stored_order(_scaled(rope, down, tile.DTYPE), tile.E4M3))
+    room.q_left.index(opaque_zero()).store(_stored_order(_scaled(left, down, tile.DTYPE), tile.E4M3))
+    room.q_right.index(opaque_zero()).store(_stored_order(_scaled(right, down, tile.DTYPE), tile.E4M3))
+    room.q_rope.index(opaque_zero()).store(_stored_order(_scaled(rope, down, tile.DTYPE), tile.E4M3))
     thread_barrier()
     return up
 
@@ -293,8 +294,8 @@ def _load_head(work, query, cache, room, plan, tile):
         v_factor = gl.load(cache.k_scale_ptr)
     up = _load_queries(work, in_group, query, room, tile)
     kept = KeptQueries(
-        left=_query_of(room.q_left.slice(0, _KEPT, dim=1), tile.OUTPUT, tile.E4M3),
-        rope=_query_of(room.q_rope, tile.OUTPUT, tile.E4M3),
+        left=_query_of(room.q_left.index(opaque_zero()).slice(0, _KEPT, dim=1), tile.OUTPUT, tile.E4M3),
+        rope=_query_of(room.q_rope.index(opaque_zero()), tile.OUTPUT, tile.E4M3),
     )
     natural = up * (query.scale * LOG2E * v_factor)
     return Head(kv_head=0, in_group=in_group, natural=natural, v_factor=v_factor), kept

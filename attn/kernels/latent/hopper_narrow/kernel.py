@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from attn.kernels.dense.hopper_decode.parts import FIELDS, load_work_item, share_at
 from attn.kernels.dense.hopper_decode.producer import pages_of
 from attn.kernels.lang.compat import async_load, reinterpret, wait_for_kernels_before
+from attn.kernels.lang.opaque import opaque_zero
 from attn.kernels.lang.structures import Out, Plan, Tile, causal_mask
 from attn.kernels.latent.hopper_narrow.consumer import consume_narrow
 from attn.kernels.latent.structures import (
@@ -101,7 +102,7 @@ def produce_narrow(num_rows, cache, ring, plan, mask, out, HEADS: gl.constexpr):
             turn += 1
         begin = 0
         fields = plan.rows_ptr + ((r + 1) // plan.HEAD_LOOPS) * FIELDS
-    clear_padding(num_rows, plan, out, 0, HEADS)
+    clear_padding(num_rows, plan, out, opaque_zero(), HEADS)
 
 
 @gluon.jit(
@@ -222,9 +223,9 @@ def hopper_mla_narrow_kernel(
     left_rows = reinterpret(left_boxes, gl.int32, [STAGES * BOXES * KV_TILE, 32], FLAT)
     right_rows = reinterpret(right_boxes, gl.int32, [STAGES * BOXES * KV_TILE, 32], FLAT)
     QUERY: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    q_left = gl.allocate_shared_memory(COMPUTE, [16, 256], QUERY)
-    q_right = gl.allocate_shared_memory(COMPUTE, [16, 256], QUERY)
-    q_rope = gl.allocate_shared_memory(COMPUTE, [16, 64], QUERY)
+    q_left = gl.allocate_shared_memory(COMPUTE, [1, 16, 256], QUERY)
+    q_right = gl.allocate_shared_memory(COMPUTE, [1, 16, 256], QUERY)
+    q_rope = gl.allocate_shared_memory(COMPUTE, [1, 16, 64], QUERY)
     # Warps exchange the maxima of rows here, and weights on their way to being an operand.
     exchange = gl.allocate_shared_memory(
         gl.float32, [16, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
