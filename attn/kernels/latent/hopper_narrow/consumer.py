@@ -255,9 +255,15 @@ def _load_queries(work, in_group, query, room, tile):
     # All warps must have read the previous item's queries. Without the opaque index, the addresses
     # would occupy registers from the start of the kernel.
     thread_barrier()
-    room.q_left.index(opaque_zero()).store(_stored_order(_scaled(left, down, tile.DTYPE), tile.E4M3))
-    room.q_right.index(opaque_zero()).store(_stored_order(_scaled(right, down, tile.DTYPE), tile.E4M3))
-    room.q_rope.index(opaque_zero()).store(_stored_order(_scaled(rope, down, tile.DTYPE), tile.E4M3))
+    room.q_left.index(opaque_zero()).store(
+        _stored_order(_scaled(left, down, tile.DTYPE), tile.E4M3)
+    )
+    room.q_right.index(opaque_zero()).store(
+        _stored_order(_scaled(right, down, tile.DTYPE), tile.E4M3)
+    )
+    room.q_rope.index(opaque_zero()).store(
+        _stored_order(_scaled(rope, down, tile.DTYPE), tile.E4M3)
+    )
     thread_barrier()
     return up
 
@@ -294,7 +300,9 @@ def _load_head(work, query, cache, room, plan, tile):
         v_factor = gl.load(cache.k_scale_ptr)
     up = _load_queries(work, in_group, query, room, tile)
     kept = KeptQueries(
-        left=_query_of(room.q_left.index(opaque_zero()).slice(0, _KEPT, dim=1), tile.OUTPUT, tile.E4M3),
+        left=_query_of(
+            room.q_left.index(opaque_zero()).slice(0, _KEPT, dim=1), tile.OUTPUT, tile.E4M3
+        ),
         rope=_query_of(room.q_rope.index(opaque_zero()), tile.OUTPUT, tile.E4M3),
     )
     natural = up * (query.scale * LOG2E * v_factor)
