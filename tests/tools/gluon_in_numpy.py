@@ -175,7 +175,7 @@ class Memory:
         return self.array.dtype.type
 
     def slice(self, start: int, length: int, dim: int) -> Memory:
-        return Memory(self.array.take(range(start, start + length), dim))
+        return Memory(self.array[(slice(None),) * dim + (slice(start, start + length),)])
 
     def permute(self, order: tuple[int, ...]) -> Memory:
         return Memory(self.array.transpose(order))
@@ -204,9 +204,11 @@ class Tile(Memory):
         super().__init__(boxes.transpose(1, 0, 2).reshape(rows, halves * columns))
         self._boxes = boxes
 
-    def store(self, x: np.ndarray) -> None:
-        halves, rows, columns = self._boxes.shape
-        self._boxes[...] = np.asarray(x).reshape(rows, halves, columns).transpose(1, 0, 2)
+    def store(self, x: np.ndarray, first: int = 0) -> None:
+        """Store whole boxes of columns, from column ``first`` on."""
+        _, rows, width = self._boxes.shape
+        boxes = np.asarray(x).reshape(rows, -1, width).transpose(1, 0, 2)
+        self._boxes[first // width :][: len(boxes)] = boxes
 
 
 class Words(Memory):
@@ -218,16 +220,22 @@ class Words(Memory):
         self._tiles = Tiles(boxes, (stages, rows, 2 * words), False)
 
     def index(self, i: Any) -> Memory:
-        return _Words(self._tiles.index(i))
+        tile = self._tiles.index(i)
+        assert isinstance(tile, Tile)
+        return _Words(tile)
 
 
 class _Words(Memory):
-    def __init__(self, tile: Memory) -> None:
+    def __init__(self, tile: Tile, first: int = 0) -> None:
         super().__init__(tile.array)
-        self._tile = tile
+        self._tile, self._first = tile, first
+
+    def slice(self, start: int, length: int, dim: int) -> Memory:
+        return _Words(self._tile, self._first + start)
 
     def store(self, x: np.ndarray) -> None:
-        self._tile.store(np.ascontiguousarray(x).view(self.array.dtype))
+        numbers = np.ascontiguousarray(x).view(self.array.dtype)
+        self._tile.store(numbers, 2 * self._first)
 
 
 class Tiles(Memory):

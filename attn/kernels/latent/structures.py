@@ -308,13 +308,14 @@ class WideRoom:
     sums: gl.shared_memory_descriptor
     """``[2, 64]`` fp32, the sums of the weights of each consumer's blocks."""
     factors: gl.shared_memory_descriptor
-    """``[2, 1]`` fp32, with an e4m3 cache: the factor of products in units of log 2, and the
-    factor of the output. Any other memory with another cache."""
+    """``[2, 64]`` fp32, with an e4m3 cache: the factors of the rows' products in units of log 2,
+    and the factor of the output. Any other memory with another cache."""
     ready: gl.shared_memory_descriptor
     """``[4, 1]`` mbarriers. 0 and 1: the weights of either block are stored. 2 and 3: the sums of
     either consumer are stored."""
     loaded: gl.shared_memory_descriptor
-    """mbarrier: both consumers have stored their half of the queries."""
+    """mbarrier: both consumers have stored their half of the queries. With an e4m3 cache, in turn:
+    the largest magnitudes of their half's rows, and the half."""
 
 
 @aggregate

@@ -26,6 +26,7 @@ from attn.kernels.dense.hopper_decode.parts import FIELDS, share_at
 from attn.kernels.dense.hopper_prefill.scheduler import wide
 from attn.kernels.dense.hopper_prefill.vector_store import side_by_side, store_side_by_side
 from attn.kernels.dense.query_rows import write_lse
+from attn.kernels.dense.tile import power_of_two_guard
 from attn.kernels.lang.compat import reinterpret, thread_barrier
 from attn.kernels.lang.constants import LOG2E
 from attn.kernels.lang.opaque import opaque, opaque_zero
@@ -35,6 +36,8 @@ from attn.kernels.latent.hopper_wide.parts import BLOCK, HALF, cut_at, store_par
 from attn.kernels.latent.structures import Operands, causal_bounds
 
 _TILE = tl.constexpr(128)
+_HEADROOM = tl.constexpr(14.0)
+"""How far weights over e4m3 may be above 1, in units of log 2."""
 
 
 @gluon.jit
@@ -89,24 +92,50 @@ def _all_scores(s, z, phase, key_tile, operands, ring, bounds, W: gl.constexpr):
 
 
 @gluon.jit
-def _loaded(factor):
-    """The one number in ``factor``, ``[1]`` fp32 in shared memory."""
-    return gl.max(factor.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-
-
-@gluon.jit
 def _factor(query, room, tile):
-    """The factor of products: the layer's scale in units of log 2, times that of an e4m3 cache.
+    """The factor of products: the layer's scale in units of log 2, one number for all rows.
 
     It is computed for each tile. A product that the compiler knows would be computed at the start
-    of the kernel and occupy a register in all warp groups, and Triton 3.9 spills. With a cache's
-    scale it is in shared memory: each load from the cache's scale could wait for L2.
+    of the kernel and occupy a register in all warp groups, and Triton 3.9 spills. Over e4m3 the
+    factors of rows are read from shared memory, ``[64]``.
     """
     if tile.E4M3:
-        factor = _loaded(room.factors.index(opaque_zero()))
+        factor = room.factors.index(opaque_zero()).load(gl.SliceLayout(1, tile.SCORES))
     else:
         factor = opaque(query.scale) * LOG2E
     return factor
+
+
+@gluon.jit
+def _cache_scale(room, ROWS: gl.constexpr):
+    """The scale of an e4m3 cache, ``[64]`` fp32 of one number.
+
+    It is in shared memory: a load from where the engine keeps it could wait for memory.
+    """
+    return room.factors.index(opaque_zero() + 1).load(ROWS)
+
+
+@gluon.jit
+def _top_of(s, factor, tile):
+    """The maximum that a block of scores gives its rows, ``[64]`` in units of log 2.
+
+    Over e4m3 it is 14 less than the largest score's: weights are fp16, and those below 2^-24 would
+    be lost. So they are up to 2^14, and down to 2^-38 of the largest.
+    """
+    top = gl.max(s, 1) * factor
+    if tile.E4M3:
+        top -= _HEADROOM
+    return top
+
+
+@gluon.jit
+def _weights(s, factor, base, tile):
+    """Weights of a block of scores, ``[64, 64]`` fp32, relative to ``base`` ``[64]``."""
+    if tile.E4M3:
+        x = scaled_rows(s, factor)
+    else:
+        x = s * factor
+    return gl.exp2(x - base[:, None])
 
 
 @gluon.jit
@@ -166,9 +195,9 @@ def _first_block(
     s = _all_scores(s, z, phase, key_tile, operands, ring, bounds, 0)
     factor = _factor(query, room, tile)
     # Maxima are in units of log 2 and rounded once, so that differences of two are nearly exact.
-    top = gl.maximum(m, gl.max(s, 1) * factor)
+    top = gl.maximum(m, _top_of(s, factor, tile))
     base = base_of(top)
-    weights = gl.exp2(s * factor - base[:, None])
+    weights = _weights(s, factor, base, tile)
     narrow = weights.to(tile.DTYPE)
     _publish(narrow, top, room.m_first, ring, room, 0)
     shrink = gl.exp2(m - base)
@@ -220,7 +249,7 @@ def _second_block(turn, key_tile, state, operands, query, bounds, ring, room, ti
     s = _scores(z, phase, operands, ring, 1, SCORES)
     s = _all_scores(s, z, phase, key_tile, operands, ring, bounds, 1)
     factor = _factor(query, room, tile)
-    own = gl.max(s, 1) * factor
+    own = _top_of(s, factor, tile)
     if not EARLY:
         first, shrink, o = _take_first(
             z, turn, key_tile, state, operands, ring, room, bounds.kv_len, SCORES
@@ -228,7 +257,7 @@ def _second_block(turn, key_tile, state, operands, query, bounds, ring, room, ti
     top = gl.maximum(first, own)
     base = base_of(top)
     # Unless EARLY, this runs while the product with the first block does.
-    weights = gl.exp2(s * factor - base[:, None])
+    weights = _weights(s, factor, base, tile)
     again = gl.exp2(first - base)
     l = state.l * (shrink * again) + gl.sum(weights, 1)
     narrow = weights.to(tile.DTYPE)
@@ -249,30 +278,96 @@ def _second_block(turn, key_tile, state, operands, query, bounds, ring, room, ti
 
 
 @gluon.jit
-def _load_queries(token, count, in_group, phase, query, room, tile, W: gl.constexpr):
-    """Copy the queries of a work item to shared memory; each warp group copies its half.
+def _query_rows(token, count, in_group, tile, LAYOUT: gl.constexpr):
+    """Tokens and heads of a work item's query rows, and which are real; ``[64]`` each.
 
-    The queries are those of ``count`` tokens from ``token`` on, and of heads from ``in_group`` on.
-    No product still reads the previous item's queries: the groups met after its last product, when
-    they exchanged their sums. ``phase`` is the parity of the barrier at which they meet here.
+    The rows are those of ``count`` tokens from ``token`` on, and of heads from ``in_group`` on.
     """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)) + opaque_zero()
-    column = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
     head = in_group + row % tile.TILE_HEADS
     wanted = (row < count * tile.TILE_HEADS) & (head < tile.GROUP)
-    tokens = token + row // tile.TILE_HEADS
-    at = query.absorbed_at(tokens, head)[:, None] + column[None, :]
-    for i in gl.static_range(4):
-        part = gl.load(at + (W * HALF + i * 64), mask=wanted[:, None], other=0.0)
-        room.q_boxes.index(W * 4 + i).store(part)
-    if W == 0:
-        at = query.rotary_at(tokens, head)[:, None] + column[None, :]
-        room.q_rope.index(0).store(gl.load(at, mask=wanted[:, None], other=0.0))
+    return token + row // tile.TILE_HEADS, head, wanted
+
+
+@gluon.jit
+def _load_queries(token, count, in_group, walks, query, room, tile, W: gl.constexpr):
+    """Copy the queries of a work item to shared memory; each warp group copies its half.
+
+    No product still reads the previous item's queries: the groups met after its last product, when
+    they exchanged their sums. They meet here once more, or twice over e4m3. ``walks`` is how often
+    they did for earlier items.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
+    tokens, head, wanted = _query_rows(token, count, in_group, tile, LAYOUT)
+    at = query.absorbed_at(tokens, head)[:, None] + (W * HALF + column)[None, :]
+    rotary_at = query.rotary_at(tokens, head)[:, None] + column[None, :]
+    mask = wanted[:, None]
+    if tile.E4M3:
+        # fp16 has the range of bf16 only if each row is multiplied by a power of two.
+        p0 = gl.load(at, mask=mask, other=0.0)
+        p1 = gl.load(at + 64, mask=mask, other=0.0)
+        p2 = gl.load(at + 128, mask=mask, other=0.0)
+        p3 = gl.load(at + 192, mask=mask, other=0.0)
+        most = gl.maximum(_largest(p0, p1), _largest(p2, p3))
+        if W == 0:
+            rotary = gl.load(rotary_at, mask=mask, other=0.0)
+            most = gl.maximum(most, _largest(rotary, rotary))
+        down = _agreed_guard(most, query, room, W)
+        boxes = room.q_boxes
+        boxes.index(W * 4).store(_in_range(p0, down, tile.DTYPE))
+        boxes.index(W * 4 + 1).store(_in_range(p1, down, tile.DTYPE))
+        boxes.index(W * 4 + 2).store(_in_range(p2, down, tile.DTYPE))
+        boxes.index(W * 4 + 3).store(_in_range(p3, down, tile.DTYPE))
+        if W == 0:
+            room.q_rope.index(0).store(_in_range(rotary, down, tile.DTYPE))
+    else:
+        for i in gl.static_range(4):
+            part = gl.load(at + i * 64, mask=mask, other=0.0)
+            room.q_boxes.index(W * 4 + i).store(part)
+        if W == 0:
+            room.q_rope.index(0).store(gl.load(rotary_at, mask=mask, other=0.0))
     fence_async_shared()
     thread_barrier()
     mbarrier.arrive(room.loaded, count=1)
+    # Over e4m3 the barrier's even phases are of the exchange of maxima.
+    phase = 1 if tile.E4M3 else walks & 1
     mbarrier.wait(room.loaded, phase)
+
+
+@gluon.jit
+def _largest(a, b):
+    """The largest magnitude of each row in two parts of queries, ``[64]`` fp32."""
+    return gl.max(gl.maximum(gl.abs(a.to(gl.float32)), gl.abs(b.to(gl.float32))), 1)
+
+
+@gluon.jit
+def _in_range(part, down, DTYPE: gl.constexpr):
+    """Rows of queries times a power of two each, in the type of products."""
+    return (part.to(gl.float32) * down[:, None]).to(DTYPE)
+
+
+@gluon.jit
+def _agreed_guard(most, query, room, W: gl.constexpr):
+    """Powers of two by which rows of queries are multiplied, ``[64]`` fp32.
+
+    ``most`` ``[64]`` are the largest magnitudes in the warp group's part of the rows; the other
+    group's come through the memory for maxima, which nobody uses between two items. Warp group 0
+    stores the factors of the rows' products.
+    """
+    ROWS: gl.constexpr = most.type.layout
+    own, other = room.m_first, room.m_second
+    if W == 1:
+        own, other = room.m_second, room.m_first
+    own.store(most)
+    thread_barrier()
+    mbarrier.arrive(room.loaded, count=1)
+    mbarrier.wait(room.loaded, 0)
+    down, up = power_of_two_guard(gl.maximum(most, other.load(ROWS)))
+    if W == 0:
+        factors = up * _cache_scale(room, ROWS) * (query.scale * LOG2E)
+        room.factors.index(opaque_zero()).store(factors)
+    return down
 
 
 @gluon.jit
@@ -374,8 +469,8 @@ def _write_or_store(W: gl.constexpr, cut, in_group, state, room, plan, out, tile
     """Write the output of a part that has all keys of its queries, or store its state."""
     ROW: gl.constexpr = gl.SliceLayout(1, tile.OUTPUT)
     if tile.E4M3:
-        acc = state.acc * _loaded(room.factors.index(opaque_zero() + 1))
-        state = State(m=state.m, l=state.l, acc=acc)
+        by = _cache_scale(room, ROW)
+        state = State(m=state.m, l=state.l, acc=state.acc * by[:, None])
     m = gl.convert_layout(state.m, ROW)
     l = gl.convert_layout(state.l, ROW)
     if (cut.begin == 0) & (cut.end == gl.load(cut.fields + 6)):
@@ -410,7 +505,7 @@ def consume_latents(W: gl.constexpr, query, ring, room, plan, out, tile):
         if cut.high > cut.begin:
             token = gl.load(fields + 1)
             count = gl.load(fields + 2)
-            _load_queries(token, count, in_group, walks & 1, query, room, tile, W)
+            _load_queries(token, count, in_group, walks, query, room, tile, W)
             state, turn = _attend(W, cut, state, turn, operands, query, bounds, ring, room, tile)
             state, walks = _with_all_sums(W, state, walks, room)
         _write_or_store(W, cut, in_group, state, room, plan, out, tile)

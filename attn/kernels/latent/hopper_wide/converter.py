@@ -1,12 +1,13 @@
-"""The producer of the wide Hopper latent kernel over e4m3: four warps that convert rows to 16 bits.
+"""The producer of the wide Hopper latent kernel over e4m3: four warps that convert rows to fp16.
 
-Bytes go from the cache to registers and from there, as numbers of 16 bits, into the ring that the
-products read. Shared memory has no room for bytes that wait to be converted: queries, one tile of
-converted keys and weights take 230,880 bytes of it. Registers hold half of a block's bytes, too few
-to hide the latency of memory, so the next tile is prefetched into L2.
+Bytes go from the cache to registers and from there, as fp16, into the ring that the products read.
+Shared memory has no room for bytes that wait to be converted: queries, one tile of converted keys
+and weights take 231,400 bytes of it. Registers hold half of a block's bytes, too few to hide the
+latency of memory, so the next tile is prefetched into L2.
 
-Conversion is exact: bf16 and fp16 have every number of e4m3. The cache's scale is a factor of the
-scores and of the output.
+Conversion is exact: fp16 has every number of e4m3. It is one instruction for two numbers where
+bf16 takes four, and the scheduler that issues them has products to issue too. The cache's scale is
+a factor of the scores and of the output.
 """
 
 from __future__ import annotations
@@ -47,11 +48,13 @@ def _words_layout(width: int) -> gl.DistributedLinearLayout:
     )
 
 
-_HALF_WORDS = gl.constexpr(_words_layout(HALF.value // 4))
-"""The layout of half of a block's latents."""
+_PIECE = gl.constexpr(128)
+"""Latent columns that are loaded at a time: half of what the ring's barriers count as a part."""
+_PIECE_WORDS = gl.constexpr(_words_layout(_PIECE.value // 4))
+"""The layout of a piece of a block's latents."""
 _ROPE_WORDS = gl.constexpr(_words_layout(_ROPE.value // 4))
 """The layout of a block's rotary part."""
-_ROWS = gl.constexpr(gl.SliceLayout(1, _HALF_WORDS.value))
+_ROWS = gl.constexpr(gl.SliceLayout(1, _PIECE_WORDS.value))
 
 
 @gluon.jit
@@ -110,29 +113,46 @@ def _load(starts, pages, AT: gl.constexpr, BYTES: gl.constexpr, LAYOUT: gl.const
 
 
 @gluon.jit
-def _put(words, turn, columns, ring, tile, PLACE: gl.constexpr, BLOCK_OF: gl.constexpr):
-    """Convert words of four e4m3 into the place of some columns of a block, once that is free.
-
-    ``columns`` ``[2, BLOCK, width]`` int32 are these columns of both blocks, in pairs. PLACE is the
-    number of the first block's barrier.
-    """
-    # A fresh barrier lets parity 1 pass at once.
-    mbarrier.wait(ring.empty.index(PLACE + BLOCK_OF), (turn & 1) ^ 1)
-    columns.index(BLOCK_OF).store(dequantised(words, _KIND, tile.DTYPE))
-    # Make the stores visible to the products, which read through another proxy.
-    fence_async_shared()
-    mbarrier.arrive(ring.full.index(PLACE + BLOCK_OF), count=1)
+def _piece(starts, pages, NUMBER: gl.constexpr):
+    """One of the four pieces of a block's latents, ``[BLOCK, 32]`` int32."""
+    return _load(starts, pages, NUMBER * _PIECE, _PIECE, _PIECE_WORDS)
 
 
 @gluon.jit
-def convert_latents(num_rows, cache, ring, plan, out, tile, HEADS: gl.constexpr):
+def _await(turn, ring, PART: gl.constexpr):
+    """Wait until a part's place in the ring is free."""
+    # A fresh barrier lets parity 1 pass at once.
+    mbarrier.wait(ring.empty.index(PART), (turn & 1) ^ 1)
+
+
+@gluon.jit
+def _put(words, place, COLUMN: gl.constexpr):
+    """Convert words of four e4m3 into the columns of ``place`` from pair COLUMN on.
+
+    ``place`` ``[BLOCK, width]`` int32 is a part of a block in the ring, in pairs of fp16.
+    """
+    pairs = dequantised(words, _KIND, gl.float16)
+    place.slice(COLUMN, pairs.shape[1], dim=1).store(pairs)
+
+
+@gluon.jit
+def _hand_over(ring, PART: gl.constexpr):
+    """Say that a part has arrived."""
+    # Make the stores visible to the products, which read through another proxy.
+    fence_async_shared()
+    mbarrier.arrive(ring.full.index(PART), count=1)
+
+
+@gluon.jit
+def convert_latents(num_rows, cache, ring, plan, out, HEADS: gl.constexpr):
     """Convert the latent rows of the program's share, tile after tile; then clear padding.
 
     The parts of a tile come in the order of
-    :func:`attn.kernels.latent.hopper_wide.producer.produce_latents`. The loads of a part are under
-    way while the part before it is handed over and this part's place is awaited.
+    :func:`attn.kernels.latent.hopper_wide.producer.produce_latents`. Two pieces are under way: when
+    one has been converted, the piece behind the other is loaded into its registers.
     """
     SHAPE: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    PAIRS: gl.constexpr = _PIECE // 2
     left = reinterpret(ring.left_boxes, gl.int32, [2, BLOCK, HALF // 2], SHAPE)
     right = reinterpret(ring.right_boxes, gl.int32, [2, BLOCK, HALF // 2], SHAPE)
     rope = reinterpret(ring.rope_boxes, gl.int32, [2, BLOCK, _ROPE // 2], SHAPE)
@@ -148,21 +168,33 @@ def convert_latents(num_rows, cache, ring, plan, out, tile, HEADS: gl.constexpr)
             _prefetch_tile(table, begin, end, cache, ring.RUN, plan.HEADS)
         pages = _pages(table, begin * _TILE, end, cache)
         starts = _starts(pages, begin * _TILE, cache)
-        words = _load(starts, pages, 0, HALF, _HALF_WORDS)
         rotary = _load(starts, pages, 2 * HALF, _ROPE, _ROPE_WORDS)
+        even = _piece(starts, pages, 0)
+        odd = _piece(starts, pages, 1)
         for key_tile in range(begin, cut.high):
             for block in gl.static_range(2):
-                _put(rotary, turn, rope, ring, tile, 0, block)
-                _put(words, turn, left, ring, tile, 2, block)
-                words = _load(starts, pages, HALF, HALF, _HALF_WORDS)
                 after = key_tile * _TILE + (block + 1) * BLOCK
-                pages = _pages(table, after, end, cache)
+                next_pages = _pages(table, after, end, cache)
                 if cache.PREFETCH and block == 0:
                     _prefetch_tile(table, key_tile + 1, end, cache, ring.RUN, plan.HEADS)
-                _put(words, turn, right, ring, tile, 4, block)
+                _await(turn, ring, block)
+                _put(rotary, rope.index(block), 0)
+                _hand_over(ring, block)
+                _await(turn, ring, 2 + block)
+                _put(even, left.index(block), 0)
+                even = _piece(starts, pages, 2)
+                _put(odd, left.index(block), PAIRS)
+                _hand_over(ring, 2 + block)
+                odd = _piece(starts, pages, 3)
+                pages = next_pages
                 starts = _starts(pages, after, cache)
-                words = _load(starts, pages, 0, HALF, _HALF_WORDS)
                 rotary = _load(starts, pages, 2 * HALF, _ROPE, _ROPE_WORDS)
+                _await(turn, ring, 4 + block)
+                _put(even, right.index(block), 0)
+                even = _piece(starts, pages, 0)
+                _put(odd, right.index(block), PAIRS)
+                _hand_over(ring, 4 + block)
+                odd = _piece(starts, pages, 1)
             turn += 1
         begin = 0
         fields = plan.rows_ptr + ((r + 1) // plan.HEAD_LOOPS) * FIELDS

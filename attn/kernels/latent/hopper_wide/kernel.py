@@ -26,7 +26,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from attn.kernels.lang.compat import let_kernels_behind_start, wait_for_kernels_before
-from attn.kernels.lang.constants import LOG2E
 from attn.kernels.lang.structures import Out, Plan, Tile
 from attn.kernels.latent.hopper_wide.consumer import consume_latents
 from attn.kernels.latent.hopper_wide.converter import convert_latents
@@ -101,8 +100,8 @@ def hopper_mla_kernel(
     ``k_desc`` describes latent rows ``[N, BLOCK_SIZE, 576]`` in boxes of RUN tokens and 64 columns;
     ``cache_ptr`` is their address, for prefetches. With E4M3, which says that rows are bytes of
     e4m3, ``cache_ptr`` is of bytes, ``cache_block`` and ROW_UNITS are the units of 16 bytes from
-    page to page and from token to token, ``k_scale`` is an fp32 scalar, products have the query's
-    type, and nothing is read through ``k_desc``. Query is ``[T, H, 512]`` and rotary
+    page to page and from token to token, ``k_scale`` is an fp32 scalar, products are of fp16, and
+    nothing is read through ``k_desc``. Query is ``[T, H, 512]`` and rotary
     ``[T, H, 64]``, whose strides of tokens and heads are in units of 16 bytes; out is
     ``[T, H, 512]``, LSE ``[T, H]``; rows and shares are tensors of the plan.
 
@@ -110,7 +109,7 @@ def hopper_mla_kernel(
     another program began, then of an item that goes on in another program. The sums of a state are
     ``[2, TILE_HEADS * QUERY_TOKENS]``: maxima in units of log 2, and sums.
     """
-    DTYPE: gl.constexpr = query_ptr.dtype.element_ty if E4M3 else k_desc.dtype
+    DTYPE: gl.constexpr = gl.float16 if E4M3 else k_desc.dtype
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     STAGES: gl.constexpr = gl.NVMMASharedLayout(128, 16, 3)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -158,7 +157,7 @@ def hopper_mla_kernel(
     sums = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
     factors = sums
     if E4M3:
-        factors = gl.allocate_shared_memory(gl.float32, [2, 1], FLAT)
+        factors = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
     full = gl.allocate_shared_memory(gl.int64, [6, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [6, 1], BARRIER)
     ready = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
@@ -176,10 +175,8 @@ def hopper_mla_kernel(
     # wait for this kernel, so this comes after the wait for the kernel that wrote it.
     let_kernels_behind_start()
     if E4M3:
-        k_scale = gl.load(k_scale_ptr)
-        ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        factors.index(0).store(gl.full([1], scale * LOG2E * k_scale, gl.float32, ONE))
-        factors.index(1).store(gl.full([1], k_scale, gl.float32, ONE))
+        ROWS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        factors.index(1).store(gl.full([64], gl.load(k_scale_ptr), gl.float32, ROWS))
     ring = WideRing(
         left_boxes=left_boxes, right_boxes=right_boxes, rope_boxes=rope_boxes, full=full,
         empty=empty, RUN=RUN, CLEARS=not E4M3, EARLY=EARLY,
@@ -193,7 +190,7 @@ def hopper_mla_kernel(
             [
                 (consume_latents, (0, query, ring, room, plan, out, tile)),
                 (consume_latents, (1, query, ring, room, plan, out, tile)),
-                (convert_latents, (num_rows, cache, ring, plan, out, tile, GROUP)),
+                (convert_latents, (num_rows, cache, ring, plan, out, GROUP)),
             ],
             [4, 4],
             [_SECOND_OF_E4M3, _CONVERTER],
