@@ -20,6 +20,8 @@ from builders.splitkv.record import (
 
 _FIELDS = tl.constexpr(ROW_FIELDS)
 _WIDTH = tl.constexpr(512)
+_MOST_AT_ONCE = tl.constexpr(64)
+"""Parts of an item that a program has in registers at a time, at most."""
 
 
 @triton.jit
@@ -105,12 +107,14 @@ def _fold_many(
     HEAD_LOOPS: tl.constexpr, GROUP: tl.constexpr, TILE_HEADS: tl.constexpr, USED: tl.constexpr,
     GROUPS: tl.constexpr, AT_ONCE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Fold and write COLUMNS columns of one query row, AT_ONCE parts of the item at a time.
+    """Fold and write COLUMNS columns of one query row of an item with at most AT_ONCE parts, or
+    with any number of parts if AT_ONCE is :data:`_MOST_AT_ONCE`.
 
     ``unit`` counts runs of COLUMNS columns of the item's rows. The first part's state is in slot
     ``first_slot + 1``, those of the others are in the first slots of the programs that follow.
     """
     RUNS: tl.constexpr = _WIDTH // COLUMNS
+    LOOPS: tl.constexpr = AT_ONCE == _MOST_AT_ONCE
     at = unit // RUNS
     column = unit % RUNS * COLUMNS + tl.arange(0, COLUMNS)
     part = tl.arange(0, AT_ONCE)
@@ -120,44 +124,33 @@ def _fold_many(
         cells[:, None] + column[None, :], mask=(part < parts)[:, None], other=0.0,
         cache_modifier=".cg",
     )  # fmt: skip
-    top, _ = _load_sums(sums_ptr, slot, at, part < parts, USED)
-    i = tl.arange(0, GROUPS)
-    each = first_slot + i * (2 * HEADS) + (i == 0)
-    maxima, sums = _load_sums(sums_ptr, each, at, i < parts, USED)
+    top, sums = _load_sums(sums_ptr, slot, at, part < parts, USED)
+    maxima = top
+    if LOOPS:
+        i = tl.arange(0, GROUPS)
+        each = first_slot + i * (2 * HEADS) + (i == 0)
+        maxima, sums = _load_sums(sums_ptr, each, at, i < parts, USED)
     one = tl.arange(0, 1)
     token, head, wanted = _place_of(at + one, r, lane, fields, HEADS, HEAD_LOOPS, GROUP, TILE_HEADS)
     m = tl.max(maxima, 0)
     base = tl.where(m == float("-inf"), 0.0, m)
     l = tl.sum(sums * tl.exp2(maxima - base), 0)
     acc = tl.sum(states * tl.exp2(top - base)[:, None], 0)
-    for first in range(AT_ONCE, parts, AT_ONCE):
-        later = first_slot + (first + part) * (2 * HEADS)
-        cells = states_ptr + later * (USED * _WIDTH) + at * _WIDTH
-        there = first + part < parts
-        states = tl.load(
-            cells[:, None] + column[None, :], mask=there[:, None], other=0.0, cache_modifier=".cg"
-        )
-        top, _ = _load_sums(sums_ptr, later, at, there, USED)
-        acc += tl.sum(states * tl.exp2(top - base)[:, None], 0)
+    if LOOPS:
+        for first in range(AT_ONCE, parts, AT_ONCE):
+            later = first_slot + (first + part) * (2 * HEADS)
+            cells = states_ptr + later * (USED * _WIDTH) + at * _WIDTH
+            there = first + part < parts
+            states = tl.load(
+                cells[:, None] + column[None, :], mask=there[:, None], other=0.0,
+                cache_modifier=".cg",
+            )  # fmt: skip
+            top, _ = _load_sums(sums_ptr, later, at, there, USED)
+            acc += tl.sum(states * tl.exp2(top - base)[:, None], 0)
     write_rows(
         m + one, l + one, acc[None, :], token, head, wanted, column, column >= 0, out, 1.0,
         out.LSE, True,
     )  # fmt: skip
-
-
-@triton.jit
-def _fold_units(
-    unit, programs, first_slot, parts, r, lane, fields, out, states_ptr, sums_ptr,
-    HEADS: tl.constexpr, HEAD_LOOPS: tl.constexpr, GROUP: tl.constexpr, TILE_HEADS: tl.constexpr,
-    USED: tl.constexpr, GROUPS: tl.constexpr, AT_ONCE: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """:func:`_fold_many` of the units that are this program's: every ``programs``-th one."""
-    for u in range(unit, USED * (_WIDTH // COLUMNS), programs):
-        # Triton's interpreter counts in Python's numbers, which have no constexprs.
-        _fold_many(
-            unit * 0 + u, first_slot, parts, r, lane, fields, out, states_ptr, sums_ptr,
-            HEADS, HEAD_LOOPS, GROUP, TILE_HEADS, USED, GROUPS, AT_ONCE, COLUMNS,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -194,10 +187,10 @@ def _fold_share(
     if WAITS:
         gdc_wait()
     if is_within:
-        unit = (c - first) * SLICES + place % SLICES
-        programs = (parts - 1) * SLICES
-        first_slot = ((first - 1) * HEADS + lane) * 2
+        # Items of more parts have more programs: in each of these cases there is one for every unit.
         # More columns at once would take so many registers that fewer programs run side by side.
+        unit = (c - first) * SLICES + place % SLICES
+        first_slot = ((first - 1) * HEADS + lane) * 2
         if parts == 2:
             if unit * SLICE < USED:
                 _fold_few(
@@ -211,23 +204,26 @@ def _fold_share(
                     HEADS, HEAD_LOOPS, GROUP, TILE_HEADS, USED, 4, SLICE // 2,
                 )  # fmt: skip
         elif parts <= 8:
-            _fold_units(
-                unit, programs, first_slot, parts, r, lane, fields, out, states_ptr, sums_ptr,
-                HEADS, HEAD_LOOPS, GROUP, TILE_HEADS, USED, GROUPS, 8, _WIDTH,
-            )  # fmt: skip
+            if unit < USED:
+                _fold_many(
+                    unit, first_slot, parts, r, lane, fields, out, states_ptr, sums_ptr,
+                    HEADS, HEAD_LOOPS, GROUP, TILE_HEADS, USED, GROUPS, 8, _WIDTH,
+                )  # fmt: skip
         elif parts <= 16:
-            _fold_units(
-                unit, programs, first_slot, parts, r, lane, fields, out, states_ptr, sums_ptr,
-                HEADS, HEAD_LOOPS, GROUP, TILE_HEADS, USED, GROUPS, 16, _WIDTH // 2,
-            )  # fmt: skip
+            if unit < 2 * USED:
+                _fold_many(
+                    unit, first_slot, parts, r, lane, fields, out, states_ptr, sums_ptr,
+                    HEADS, HEAD_LOOPS, GROUP, TILE_HEADS, USED, GROUPS, 16, _WIDTH // 2,
+                )  # fmt: skip
         elif parts <= 32:
-            _fold_units(
-                unit, programs, first_slot, parts, r, lane, fields, out, states_ptr, sums_ptr,
-                HEADS, HEAD_LOOPS, GROUP, TILE_HEADS, USED, GROUPS, 32, _WIDTH // 4,
-            )  # fmt: skip
-        else:
-            _fold_units(
-                unit, programs, first_slot, parts, r, lane, fields, out, states_ptr, sums_ptr,
+            if unit < 4 * USED:
+                _fold_many(
+                    unit, first_slot, parts, r, lane, fields, out, states_ptr, sums_ptr,
+                    HEADS, HEAD_LOOPS, GROUP, TILE_HEADS, USED, GROUPS, 32, _WIDTH // 4,
+                )  # fmt: skip
+        elif unit < 8 * USED:
+            _fold_many(
+                unit, first_slot, parts, r, lane, fields, out, states_ptr, sums_ptr,
                 HEADS, HEAD_LOOPS, GROUP, TILE_HEADS, USED, GROUPS, 64, _WIDTH // 8,
             )  # fmt: skip
 
@@ -259,7 +255,7 @@ def fold_cuts_kernel(
 ):
     """Write output and LSE of work items that are cut; grid ``(groups * HEADS * slices,)``.
 
-    A slice is SLICE query rows, an even number up to 8. The programs of share ``c`` act if it
+    A slice is SLICE query rows, 2 or 4. The programs of share ``c`` act if it
     begins within an item: then they and those of the item's other such shares fold, in this order,
     the last state of the share that has the item's beginning and the first state of every share
     that begins within it.
