@@ -364,9 +364,9 @@ def test_values_that_nobody_wrote_would_show(kind: str, launched: list[KernelCal
 
 
 def pages_of_whole_runs(table: Any, first: Any, end: Any, cache: Any) -> Any:
-    """The pages of a warp's keys of a block, also of slots behind a request's last key."""
-    key = int(first) + np.arange(16)
-    at, pages = table + key // cache.BLOCK_SIZE, np.full(16, -1, np.int32)
+    """The pages of a block of keys, also of slots behind a request's last key."""
+    key = int(first) + np.arange(64)
+    at, pages = table + key // cache.BLOCK_SIZE, np.full(64, -1, np.int32)
     mask, used = at.within(key < -(-int(end) // 16) * 16)
     pages[mask] = at.storage[used]
     return gluon_in_numpy.value(pages)

@@ -204,14 +204,11 @@ class Tile(Memory):
         super().__init__(boxes.transpose(1, 0, 2).reshape(rows, halves * columns))
         self._boxes = boxes
 
-    def store(self, x: np.ndarray) -> None:
-        self.store_at(0, 0, x)
-
-    def store_at(self, row: int, column: int, x: np.ndarray) -> None:
-        """Store rows of whole boxes of columns, from this row and column on."""
-        width = self._boxes.shape[-1]
-        boxes = np.asarray(x).reshape(len(x), -1, width).transpose(1, 0, 2)
-        self._boxes[column // width :, row:][: len(boxes), : len(x)] = boxes
+    def store(self, x: np.ndarray, first: int = 0) -> None:
+        """Store whole boxes of columns, from column ``first`` on."""
+        _, rows, width = self._boxes.shape
+        boxes = np.asarray(x).reshape(rows, -1, width).transpose(1, 0, 2)
+        self._boxes[first // width :][: len(boxes)] = boxes
 
 
 class Words(Memory):
@@ -229,17 +226,16 @@ class Words(Memory):
 
 
 class _Words(Memory):
-    def __init__(self, tile: Tile, at: tuple[int, int] = (0, 0)) -> None:
+    def __init__(self, tile: Tile, first: int = 0) -> None:
         super().__init__(tile.array)
-        self._tile, self._at = tile, at
+        self._tile, self._first = tile, first
 
     def slice(self, start: int, length: int, dim: int) -> Memory:
-        row, word = self._at
-        return _Words(self._tile, (row + start, word) if dim == 0 else (row, word + start))
+        return _Words(self._tile, self._first + start)
 
     def store(self, x: np.ndarray) -> None:
-        row, word = self._at
-        self._tile.store_at(row, 2 * word, np.ascontiguousarray(x).view(self.array.dtype))
+        numbers = np.ascontiguousarray(x).view(self.array.dtype)
+        self._tile.store(numbers, 2 * self._first)
 
 
 class Tiles(Memory):

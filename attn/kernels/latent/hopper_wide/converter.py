@@ -25,10 +25,6 @@ from attn.kernels.lang.stored import E4M3
 from attn.kernels.latent.hopper_wide.parts import BLOCK, HALF, cut_at
 from attn.kernels.latent.structures import clear_padding
 
-CONVERTERS = gl.constexpr(4)
-"""Warps that convert, each a partition of its own."""
-ROWS = gl.constexpr(BLOCK.value // CONVERTERS.value)
-"""Rows of a block that one of them converts."""
 _KIND = gl.constexpr(E4M3)
 _TILE = gl.constexpr(2 * BLOCK.value)
 _ROPE = gl.constexpr(64)
@@ -37,18 +33,18 @@ _ROW = gl.constexpr(2 * HALF.value + _ROPE.value)
 
 
 def _words_layout(width: int) -> gl.DistributedLinearLayout:
-    """How a warp's words of a block, ``[ROWS, width]``, lie in it: a thread has 16 bytes of a row.
+    """How a block's words ``[BLOCK, width]`` lie in a warp group: a thread has 16 bytes of a row.
 
     Four threads read 64 bytes side by side, in one request to L2. Eight neighbouring threads have
     the same columns of eight rows, whose places in the swizzled ring are in different banks.
     """
     beyond = [[0, 16 << k] for k in range((width // 16).bit_length() - 1)]
     return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], *beyond, [8, 0]],
+        reg_bases=[[0, 1], [0, 2], *beyond, [32, 0]],
         lane_bases=[[1, 0], [2, 0], [4, 0], [0, 4], [0, 8]],
-        warp_bases=[],
+        warp_bases=[[8, 0], [16, 0]],
         block_bases=[],
-        shape=[ROWS.value, width],
+        shape=[BLOCK.value, width],
     )
 
 
@@ -73,18 +69,14 @@ def prefetch_runs(ptrs, nbytes, wanted):
 
 
 @gluon.jit
-def _prefetch_tile(
-    table, key_tile, end, cache, W: gl.constexpr, RUN: gl.constexpr, HEADS: gl.constexpr
-):  # fmt: skip
-    """Prefetch the runs that begin within warp W's part of a tile's keys.
+def _prefetch_tile(table, key_tile, end, cache, RUN: gl.constexpr, HEADS: gl.constexpr):
+    """Prefetch the rows of a tile; the program of each head tile asks for some of the runs.
 
-    A run is RUN keys of one page. The program of each head tile asks for some of the runs. ``end``
-    is the key after the last that is wanted.
+    A run is RUN keys of one page. ``end`` is the key after the last that is wanted.
     """
-    MINE: gl.constexpr = _TILE // CONVERTERS
-    KEYS: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    KEYS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     # Each thread has a key; that of a run's first key asks for the run.
-    key = key_tile * _TILE + W * MINE + gl.arange(0, MINE, layout=KEYS) + opaque_zero()
+    key = key_tile * _TILE + gl.arange(0, _TILE, layout=KEYS) + opaque_zero()
     lane = gl.program_id(0) % HEADS
     mine = (key % RUN == 0) & (key // RUN % HEADS == lane) & (key < end)
     page = gl.load(table + key // cache.BLOCK_SIZE, mask=mine, other=0)
@@ -94,22 +86,22 @@ def _prefetch_tile(
 
 @gluon.jit
 def _pages(table, first, end, cache):
-    """The pages of ROWS keys from ``first`` on, ``[ROWS]`` int32; -1 from ``end`` on."""
-    key = first + gl.arange(0, ROWS, layout=_ROWS) + opaque_zero()
+    """The pages of the block of keys from ``first`` on, ``[BLOCK]`` int32; -1 from ``end`` on."""
+    key = first + gl.arange(0, BLOCK, layout=_ROWS) + opaque_zero()
     return gl.load(table + key // cache.BLOCK_SIZE, mask=key < end, other=-1)
 
 
 @gluon.jit
 def _starts(pages, first, cache):
-    """Pointers to the rows of ROWS keys from ``first`` on, as int32 words, ``[ROWS]``."""
-    key = first + gl.arange(0, ROWS, layout=_ROWS) + opaque_zero()
+    """Pointers to the rows of the block of keys from ``first`` on, as int32 words, ``[BLOCK]``."""
+    key = first + gl.arange(0, BLOCK, layout=_ROWS) + opaque_zero()
     row = pages.to(gl.int64) * wide(cache.cache_block) + key % cache.BLOCK_SIZE * cache.ROW_UNITS
     return cache.cache_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + row * 4
 
 
 @gluon.jit
 def _load(starts, pages, AT: gl.constexpr, BYTES: gl.constexpr, LAYOUT: gl.constexpr):
-    """BYTES bytes of rows from byte AT on, as int32 words ``[ROWS, BYTES // 4]``.
+    """BYTES bytes of a block's rows from byte AT on, as int32 words ``[BLOCK, BYTES // 4]``.
 
     Where there is no page, they are zeros: such slots may hold anything, and as values they are
     multiplied with weights of zero.
@@ -122,43 +114,40 @@ def _load(starts, pages, AT: gl.constexpr, BYTES: gl.constexpr, LAYOUT: gl.const
 
 @gluon.jit
 def _piece(starts, pages, NUMBER: gl.constexpr):
-    """One of the four pieces of rows' latents, ``[ROWS, 32]`` int32."""
+    """One of the four pieces of a block's latents, ``[BLOCK, 32]`` int32."""
     return _load(starts, pages, NUMBER * _PIECE, _PIECE, _PIECE_WORDS)
 
 
 @gluon.jit
-def _await(turn, ring, part):
+def _await(turn, ring, PART: gl.constexpr):
     """Wait until a part's place in the ring is free."""
     # A fresh barrier lets parity 1 pass at once.
-    mbarrier.wait(ring.empty.index(part), (turn & 1) ^ 1)
+    mbarrier.wait(ring.empty.index(PART), (turn & 1) ^ 1)
 
 
 @gluon.jit
-def _put(words, place, W: gl.constexpr, COLUMN: gl.constexpr):
-    """Convert words of four e4m3 into warp W's rows of ``place``, from pair COLUMN on.
+def _put(words, place, COLUMN: gl.constexpr):
+    """Convert words of four e4m3 into the columns of ``place`` from pair COLUMN on.
 
     ``place`` ``[BLOCK, width]`` int32 is a part of a block in the ring, in pairs of fp16.
     """
     pairs = dequantised(words, _KIND, gl.float16)
-    mine = place.slice(W * ROWS, ROWS, dim=0)
-    mine.slice(COLUMN, pairs.shape[1], dim=1).store(pairs)
+    place.slice(COLUMN, pairs.shape[1], dim=1).store(pairs)
 
 
 @gluon.jit
-def _hand_over(ring, part):
-    """Say that the warp's rows of a part have arrived."""
+def _hand_over(ring, PART: gl.constexpr):
+    """Say that a part has arrived."""
     # Make the stores visible to the products, which read through another proxy.
     fence_async_shared()
-    mbarrier.arrive(ring.full.index(part), count=1)
+    mbarrier.arrive(ring.full.index(PART), count=1)
 
 
 @gluon.jit
-def convert_latents(W: gl.constexpr, num_rows, cache, ring, plan, out, HEADS: gl.constexpr):
-    """Convert a quarter of the rows of each block of the program's share; then clear padding.
+def convert_latents(num_rows, cache, ring, plan, out, HEADS: gl.constexpr):
+    """Convert the latent rows of the program's share, tile after tile; then clear padding.
 
-    The CONVERTERS warps do not wait for each other: a store to shared memory, where products read
-    as much as it can deliver, takes long, and they need not all wait for the slowest. The parts of
-    a tile come in the order of
+    The parts of a tile come in the order of
     :func:`attn.kernels.latent.hopper_wide.producer.produce_latents`. Two pieces are under way: when
     one has been converted, the piece behind the other is loaded into its registers.
     """
@@ -176,41 +165,37 @@ def convert_latents(W: gl.constexpr, num_rows, cache, ring, plan, out, HEADS: gl
         # Keys past the part's last tile are not loaded.
         end = gl.minimum(cut.kv_len, cut.high * _TILE)
         if cache.PREFETCH:
-            _prefetch_tile(table, begin, end, cache, W, ring.RUN, plan.HEADS)
-        key = begin * _TILE + W * ROWS
-        pages = _pages(table, key, end, cache)
-        starts = _starts(pages, key, cache)
+            _prefetch_tile(table, begin, end, cache, ring.RUN, plan.HEADS)
+        pages = _pages(table, begin * _TILE, end, cache)
+        starts = _starts(pages, begin * _TILE, cache)
         rotary = _load(starts, pages, 2 * HALF, _ROPE, _ROPE_WORDS)
         even = _piece(starts, pages, 0)
         odd = _piece(starts, pages, 1)
-        # A loop over blocks, not tiles: each warp has this code for itself.
-        for at in range(2 * begin, 2 * cut.high):
-            block = at & 1
-            key = (at + 1) * BLOCK + W * ROWS
-            next_pages = _pages(table, key, end, cache)
-            if cache.PREFETCH:
-                if block == 0:
-                    _prefetch_tile(table, at // 2 + 1, end, cache, W, ring.RUN, plan.HEADS)
-            _await(turn, ring, block)
-            _put(rotary, rope.index(block), W, 0)
-            _hand_over(ring, block)
-            _await(turn, ring, 2 + block)
-            _put(even, left.index(block), W, 0)
-            even = _piece(starts, pages, 2)
-            _put(odd, left.index(block), W, PAIRS)
-            _hand_over(ring, 2 + block)
-            odd = _piece(starts, pages, 3)
-            pages = next_pages
-            starts = _starts(pages, key, cache)
-            rotary = _load(starts, pages, 2 * HALF, _ROPE, _ROPE_WORDS)
-            _await(turn, ring, 4 + block)
-            _put(even, right.index(block), W, 0)
-            even = _piece(starts, pages, 0)
-            _put(odd, right.index(block), W, PAIRS)
-            _hand_over(ring, 4 + block)
-            odd = _piece(starts, pages, 1)
-            turn += block
+        for key_tile in range(begin, cut.high):
+            for block in gl.static_range(2):
+                after = key_tile * _TILE + (block + 1) * BLOCK
+                next_pages = _pages(table, after, end, cache)
+                if cache.PREFETCH and block == 0:
+                    _prefetch_tile(table, key_tile + 1, end, cache, ring.RUN, plan.HEADS)
+                _await(turn, ring, block)
+                _put(rotary, rope.index(block), 0)
+                _hand_over(ring, block)
+                _await(turn, ring, 2 + block)
+                _put(even, left.index(block), 0)
+                even = _piece(starts, pages, 2)
+                _put(odd, left.index(block), PAIRS)
+                _hand_over(ring, 2 + block)
+                odd = _piece(starts, pages, 3)
+                pages = next_pages
+                starts = _starts(pages, after, cache)
+                rotary = _load(starts, pages, 2 * HALF, _ROPE, _ROPE_WORDS)
+                _await(turn, ring, 4 + block)
+                _put(even, right.index(block), 0)
+                even = _piece(starts, pages, 0)
+                _put(odd, right.index(block), PAIRS)
+                _hand_over(ring, 4 + block)
+                odd = _piece(starts, pages, 1)
+            turn += 1
         begin = 0
         fields = plan.rows_ptr + ((r + 1) // plan.HEAD_LOOPS) * FIELDS
-    if W == 0:
-        clear_padding(num_rows, plan, out, opaque_zero(), HEADS)
+    clear_padding(num_rows, plan, out, opaque_zero(), HEADS, 4)

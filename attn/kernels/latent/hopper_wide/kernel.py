@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from attn.kernels.lang.compat import let_kernels_behind_start, wait_for_kernels_before
 from attn.kernels.lang.structures import Out, Plan, Tile
 from attn.kernels.latent.hopper_wide.consumer import consume_latents
-from attn.kernels.latent.hopper_wide.converter import CONVERTERS, convert_latents
+from attn.kernels.latent.hopper_wide.converter import convert_latents
 from attn.kernels.latent.hopper_wide.parts import BLOCK, HALF
 from attn.kernels.latent.hopper_wide.producer import produce_latents
 from attn.kernels.latent.structures import LatentCache, LatentQuery, WideRing, WideRoom
@@ -163,7 +163,7 @@ def hopper_mla_kernel(
     ready = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
     loaded = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
     for i in gl.static_range(6):
-        mbarrier.init(full.index(i), count=CONVERTERS if E4M3 else 1)
+        mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
     for i in gl.static_range(4):
         mbarrier.init(ready.index(i), count=1)
@@ -190,13 +190,10 @@ def hopper_mla_kernel(
             [
                 (consume_latents, (0, query, ring, room, plan, out, tile)),
                 (consume_latents, (1, query, ring, room, plan, out, tile)),
-                (convert_latents, (0, num_rows, cache, ring, plan, out, GROUP)),
-                (convert_latents, (1, num_rows, cache, ring, plan, out, GROUP)),
-                (convert_latents, (2, num_rows, cache, ring, plan, out, GROUP)),
-                (convert_latents, (3, num_rows, cache, ring, plan, out, GROUP)),
+                (convert_latents, (num_rows, cache, ring, plan, out, GROUP)),
             ],
-            [4, 1, 1, 1, 1],
-            [_SECOND_OF_E4M3, _CONVERTER, _CONVERTER, _CONVERTER, _CONVERTER],
+            [4, 4],
+            [_SECOND_OF_E4M3, _CONVERTER],
         )
     else:
         gl.warp_specialize(
