@@ -20,7 +20,7 @@ from builders.splitkv.record import (
 
 _FIELDS = tl.constexpr(ROW_FIELDS)
 _WIDTH = tl.constexpr(512)
-_MOST_AT_ONCE = tl.constexpr(64)
+_MOST_AT_ONCE = tl.constexpr(32)
 """Parts of an item that a program has in registers at a time, at most."""
 
 
@@ -215,16 +215,10 @@ def _fold_share(
                     unit, first_slot, parts, r, lane, fields, out, states_ptr, sums_ptr,
                     HEADS, HEAD_LOOPS, GROUP, TILE_HEADS, USED, GROUPS, 16, _WIDTH // 2,
                 )  # fmt: skip
-        elif parts <= 32:
-            if unit < 4 * USED:
-                _fold_many(
-                    unit, first_slot, parts, r, lane, fields, out, states_ptr, sums_ptr,
-                    HEADS, HEAD_LOOPS, GROUP, TILE_HEADS, USED, GROUPS, 32, _WIDTH // 4,
-                )  # fmt: skip
-        elif unit < 8 * USED:
+        elif unit < 4 * USED:
             _fold_many(
                 unit, first_slot, parts, r, lane, fields, out, states_ptr, sums_ptr,
-                HEADS, HEAD_LOOPS, GROUP, TILE_HEADS, USED, GROUPS, 64, _WIDTH // 8,
+                HEADS, HEAD_LOOPS, GROUP, TILE_HEADS, USED, GROUPS, 32, _WIDTH // 4,
             )  # fmt: skip
 
 
