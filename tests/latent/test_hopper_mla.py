@@ -378,7 +378,7 @@ def test_converted_values_that_nobody_wrote_would_show(launched: list[KernelCall
     assert launched
 
 
-@pytest.mark.parametrize("instead", [{"_cache_scale": lambda *_: np.ones(64, np.float32)}], indirect=False)
+@pytest.mark.parametrize("instead", [{"_cache_scale": lambda *_: np.float32([1] * 64)}])
 def test_scales_of_a_cache_that_are_left_out_would_show(launched: list[KernelCall]) -> None:
     assert findings(KINDS["wide_e4m3_pages_of_16"])
     assert launched

@@ -6,8 +6,9 @@ and weights take 231,400 bytes of it. Registers hold half of a block's bytes, to
 latency of memory, so the next tile is prefetched into L2.
 
 Conversion is exact: fp16 has every number of e4m3. It is one instruction for two numbers where
-bf16 takes four, and the scheduler that issues them has products to issue too. The cache's scale is
-a factor of the scores and of the output.
+bf16 takes four. The cache's scale is a factor of the scores and of the output. What limits the
+kernel are the stores to shared memory: products read so much of it that little is left for them
+(``docs/notebook/latent.md``).
 """
 
 from __future__ import annotations

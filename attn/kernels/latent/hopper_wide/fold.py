@@ -187,7 +187,7 @@ def _fold_share(
     if WAITS:
         gdc_wait()
     if is_within:
-        # Items of more parts have more programs: in each of these cases there is one for every unit.
+        # Items of more parts have more programs: in each case there is one for every unit.
         # More columns at once would take so many registers that fewer programs run side by side.
         unit = (c - first) * SLICES + place % SLICES
         first_slot = ((first - 1) * HEADS + lane) * 2

@@ -2,8 +2,8 @@
 
 A work item is up to 64 query rows (query tokens x query heads). Two consumer warp groups multiply,
 each with half of the output's columns. A row of the cache is read once: all of it is the key, and
-its first 512 columns are the value. Over a cache of e4m3 a warp group converts rows to the query's
-type on their way into shared memory (:mod:`attn.kernels.latent.hopper_wide.converter`).
+its first 512 columns are the value. Over a cache of e4m3 a warp group converts rows to fp16 on
+their way into shared memory (:mod:`attn.kernels.latent.hopper_wide.converter`).
 
 **Cuts.** Every program takes the same number of key tiles, and a work item is cut wherever that
 falls. The state of 64 query rows is 128 KiB, all that registers hold. Keeping one such state for
