@@ -87,7 +87,7 @@ class DecodeKernel(StrEnum):
     a chunk where a tile has 17 to 32 query rows. Dense layers of head size 64 use it without window
     and chunk where a tile has more than 32 query rows. With batch invariance no dense layer uses
     it. Latent layers use it; with batch invariance only those with at most 16 query rows (heads x
-    tokens), or e4m3."""
+    tokens), or an e4m3 cache."""
     TRITON = "triton"
     """The portable kernel, in Triton, on every GPU."""
     HOPPER = "hopper"
