@@ -22,6 +22,7 @@ from builders.batch import CommonAttentionMetadata, refuse_fields, split_decodes
 from builders.buffers import GraphBuffers
 from builders.checks.debug import debug_limits
 from builders.sparse.rows import RowLengths, context_slots, fill_rows
+from builders.sparse.tiles import IndexTile
 from builders.splitkv.stripe import Stripe
 from specs.attention import AttentionCGSupport
 from specs.base import cdiv
@@ -80,6 +81,33 @@ def scratch_of(
         "data": ((keys, head_dim), torch.uint8),
         "scale": ((keys,), torch.float32),
     }
+
+
+def selection_bytes(config: EngineConfig, topk: int) -> int:
+    """Most memory that a selection of the longest logits allocates while it runs.
+
+    Rows of more than a segment leave the best of each segment, a logit and a position each, and the
+    number of these. With a given room for logits, shorter rows are more rows.
+
+    Args:
+        config: limits of the engine.
+        topk: entries of a list.
+    """
+    segment = IndexTile().segment_of(topk)
+    most_rows = max(
+        config.max_num_batched_tokens, config.max_num_seqs * config.max_decode_query_len
+    )
+    longest = _width_of(config.max_model_len)
+    most = 0
+    for segments in range(2, cdiv(longest, segment) + 1):
+        width = (segments - 1) * segment + 1
+        rows = min(most_rows, max(LOGIT_BYTES // (_FLOAT * width), 1))
+        held, left = 0, segments * segment
+        while left > segment:
+            left = cdiv(left, segment) * topk
+            held += rows * (2 * _FLOAT * left + _FLOAT)
+        most = max(most, held)
+    return most
 
 
 @dataclass

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from attn.impls.sparse.indexer import IndexInputs, SparseIndexer
+from attn.kernels.sparse.indexer.select_launch import select_topk_calls
 from attn.ops import indexer as ops
 from attn.ops.dispatch import has_kernel
 from builders.launch.call import KernelCall
 from builders.sparse import indexer as builders
 from builders.sparse.indexer import IndexerMetadataBuilder
+from builders.sparse.tiles import IndexTile
 from specs.dtypes import DType
 from specs.engine import EngineConfig
 from specs.kv_cache import FullAttentionSpec, IndexerSpec
@@ -253,3 +255,24 @@ def test_what_is_not_served_is_refused() -> None:
         layer.run(step)
     with pytest.raises(ValueError, match="must be int32"):
         SparseIndexer(torch.zeros(4, 8))
+
+
+@pytest.mark.parametrize(("tokens", "longest", "topk"), [(8192, 163840, 2048), (64, 1 << 20, 512)])
+def test_no_selection_allocates_more_than_is_said(tokens: int, longest: int, topk: int) -> None:
+    config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=tokens, max_model_len=longest)
+    (room,), _ = builders.scratch_of(config, 128)["logits"]
+    found = []
+    for width in (16388, 20000, 32768, 32772, 65540, longest // 2, longest):
+        rows = min(room // width, tokens)
+        logits, lists = (
+            torch.empty(rows, width, device="meta"),
+            torch.empty(rows, topk, device="meta"),
+        )
+        lens = torch.empty(rows, dtype=torch.int32, device="meta")
+        calls = select_topk_calls(logits, lens, lists.int(), None, None, None, IndexTile())
+        names = ("out_ptr", "out_positions_ptr", "out_lens_ptr")
+        found.append(sum(call.arguments[name].nbytes for call in calls[:-1] for name in names))
+    assert 0.99 * builders.selection_bytes(config, topk) < max(found)
+    assert max(found) <= builders.selection_bytes(config, topk)
+    short = config.replace(max_model_len=IndexTile().segment_of(topk))
+    assert builders.selection_bytes(short, topk) == 0

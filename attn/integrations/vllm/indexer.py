@@ -38,7 +38,7 @@ from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerBackend
 
 from attn.impls.sparse.indexer import IndexInputs, SparseIndexer
 from attn.integrations.vllm import ahead, choice, compat, translate
-from builders.sparse.indexer import IndexerMetadataBuilder, scratch_of
+from builders.sparse.indexer import IndexerMetadataBuilder, scratch_of, selection_bytes
 from specs.devices import DeviceKind
 from specs.kv_cache import IndexerSpec
 from specs.rows import INDEXER_PAGE, SCALE_BYTES
@@ -212,7 +212,7 @@ def _indexer(lists: torch.Tensor, shares_keys: bool) -> SparseIndexer:
 
 
 def _reserve(adopted: Adopted, cache: Any, device: torch.device) -> None:
-    """Take the memory that the builder will take, so that vLLM gives none of it to caches."""
+    """Take the memory of the builder and of selections, so that vLLM gives none of it to caches."""
     if adopted.is_planned or device in _reserved:
         return
     spec = cache.get_kv_cache_spec(adopted.vllm_config)
@@ -220,6 +220,7 @@ def _reserve(adopted: Adopted, cache: Any, device: torch.device) -> None:
     config = translate.engine_config(adopted.vllm_config, spec, adopted.heads, *ranks)
     scratch = scratch_of(config, spec.head_size - SCALE_BYTES).values()
     nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in scratch)
+    nbytes += selection_bytes(config, adopted.topk)
     _reserved[device] = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
