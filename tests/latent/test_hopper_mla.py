@@ -16,6 +16,7 @@ from attn.backends.triton_mla import TritonMLABackend
 from attn.kernels.dense import hopper_launch
 from attn.kernels.latent.hopper_narrow.kernel import hopper_mla_narrow_kernel
 from attn.kernels.latent.hopper_wide.kernel import hopper_mla_kernel
+from attn.testing import batches
 from attn.testing.batches import BATCHES, BatchSpec
 from attn.testing.cases import LatentCase
 from attn.testing.conformance import check_case
@@ -279,6 +280,37 @@ def test_it_computes_a_step_of_every_kind(kind: str, launched: list[KernelCall])
 def test_offsets_of_pages_may_need_more_than_32_bits(kind: str, launched: list[KernelCall]) -> None:
     with far_pages():
         assert findings(replace(KINDS[kind], padded_pages=True)) == {}
+    assert launched
+
+
+def large_queries(monkeypatch: pytest.MonkeyPatch, kind: str) -> LatentCase:
+    """A kind in bf16, with absorbed queries about 2^24 and a scale that makes up for it."""
+    weights, scale = batches.latent_weights, batches.LatentWeights.scale
+
+    def larger(*given: Any, **named: Any) -> batches.LatentWeights:
+        found = weights(*given, **named)
+        return replace(found, w_uk=found.w_uk * 2**24)
+
+    monkeypatch.setattr(batches, "latent_weights", larger)
+    smaller = property(lambda found: scale.fget(found) / 2**24)
+    monkeypatch.setattr(batches.LatentWeights, "scale", smaller)
+    return replace(KINDS[kind], dtype=DType.BFLOAT16)
+
+
+@pytest.mark.parametrize("kind", ["e4m3", "wide_e4m3_pages_of_16", "wide_e4m3_verify"])
+def test_queries_over_e4m3_may_be_larger_than_fp16_holds(
+    kind: str, launched: list[KernelCall], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert findings(large_queries(monkeypatch, kind)) == {}
+    assert launched
+
+
+@pytest.mark.parametrize("kind", ["e4m3", "wide_e4m3_pages_of_16"])
+@pytest.mark.parametrize("instead", [{"power_of_two_guard": lambda most: (most * 0 + 1,) * 2}])
+def test_queries_that_are_not_brought_into_fp16_s_range_would_show(
+    kind: str, launched: list[KernelCall], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert findings(large_queries(monkeypatch, kind))
     assert launched
 
 

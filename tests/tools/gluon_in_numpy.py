@@ -9,13 +9,14 @@ compiles and a GPU check them.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import random
 import sys
 import threading
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,10 @@ def _open() -> None:
     _here.is_open = True
 
 
+class BFloat16(np.ndarray):
+    """Numbers of bf16, which numpy has not, as fp32. Kernels round what they store to fp16."""
+
+
 class Pointer:
     """A pointer to one element of a storage, or to several."""
 
@@ -90,7 +95,8 @@ class Pointer:
 
     @property
     def dtype(self) -> Any:
-        return types.SimpleNamespace(element_ty=self.storage.dtype.type)
+        element = np.float16 if isinstance(self.storage, BFloat16) else self.storage.dtype.type
+        return types.SimpleNamespace(element_ty=element)
 
     def within(self, mask: Any, *others: Any) -> list[np.ndarray]:
         """Offsets where the mask is set, and the elements of ``others`` there."""
@@ -672,16 +678,19 @@ def _described(rows: torch.Tensor, box: tuple[int, ...]) -> torch.Tensor:
 def run(call: KernelCall, programs: Sequence[int], translation: Translation) -> None:
     """Run a launch whose descriptors are tensors, with its programs in this order."""
     function = translation.function(call.kernel)
-    arguments = _arguments(call.arguments)
-    for _here.program in programs:
-        _memory["grid"] = call.grid
-        _here.is_open = not call.waits
-        function(**arguments)
-        assert _is_open(), "a partition does not wait"
+    with _arguments(call.arguments) as arguments:
+        for _here.program in programs:
+            _memory["grid"] = call.grid
+            _here.is_open = not call.waits
+            function(**arguments)
+            assert _is_open(), "a partition does not wait"
 
 
-def _arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+@contextlib.contextmanager
+def _arguments(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The arguments as numpy has them; what has no type there is copied back afterwards."""
     found: dict[str, Any] = {}
+    copies: list[tuple[torch.Tensor, np.ndarray]] = []
     for name, x in given.items():
         if isinstance(x, torch.Tensor) and name.endswith("_desc"):
             found[name] = value((x.view(torch.uint8) if x.element_size() == 1 else x).numpy())
@@ -690,8 +699,15 @@ def _arguments(given: Mapping[str, Any]) -> dict[str, Any]:
             # numpy has no floats of 8 bits. Kernels read them as words.
             dtype = torch.uint8 if x.element_size() == 1 else x.dtype
             storage = torch.empty(0, dtype=dtype).set_(x.untyped_storage())
-            x = Pointer(storage.numpy(), x.storage_offset())
+            if dtype is torch.bfloat16:
+                numbers = storage.float().numpy().view(BFloat16)
+                copies.append((storage, numbers))
+            else:
+                numbers = storage.numpy()
+            x = Pointer(numbers, x.storage_offset())
         elif not name.isupper() and isinstance(x, (int, float)):
             x = value(np.int32(x) if isinstance(x, int) else np.float32(x))
         found[name] = x
-    return found
+    yield found
+    for storage, numbers in copies:
+        storage.copy_(torch.from_numpy(np.asarray(numbers)))
