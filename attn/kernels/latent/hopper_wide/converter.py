@@ -145,6 +145,23 @@ def _hand_over(ring, PART: gl.constexpr):
 
 
 @gluon.jit
+def _convert_half(
+    even, odd, place, turn, starts, pages, ring, PART: gl.constexpr, NEXT: gl.constexpr
+):
+    """Convert two pieces into ``place``, half of a block's latents, and hand it over.
+
+    Each piece's registers are filled again when it has been converted: with the pieces NEXT and
+    ``NEXT + 1`` of the rows at ``starts``, which are returned.
+    """
+    _await(turn, ring, PART)
+    _put(even, place, 0)
+    even = _piece(starts, pages, NEXT)
+    _put(odd, place, _PIECE // 2)
+    _hand_over(ring, PART)
+    return even, _piece(starts, pages, NEXT + 1)
+
+
+@gluon.jit
 def convert_latents(num_rows, cache, ring, plan, out, HEADS: gl.constexpr):
     """Convert the latent rows of the program's share, tile after tile; then clear padding.
 
@@ -153,7 +170,6 @@ def convert_latents(num_rows, cache, ring, plan, out, HEADS: gl.constexpr):
     one has been converted, the piece behind the other is loaded into its registers.
     """
     SHAPE: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
-    PAIRS: gl.constexpr = _PIECE // 2
     left = reinterpret(ring.left_boxes, gl.int32, [2, BLOCK, HALF // 2], SHAPE)
     right = reinterpret(ring.right_boxes, gl.int32, [2, BLOCK, HALF // 2], SHAPE)
     rope = reinterpret(ring.rope_boxes, gl.int32, [2, BLOCK, _ROPE // 2], SHAPE)
@@ -181,21 +197,15 @@ def convert_latents(num_rows, cache, ring, plan, out, HEADS: gl.constexpr):
                 _await(turn, ring, block)
                 _put(rotary, rope.index(block), 0)
                 _hand_over(ring, block)
-                _await(turn, ring, 2 + block)
-                _put(even, left.index(block), 0)
-                even = _piece(starts, pages, 2)
-                _put(odd, left.index(block), PAIRS)
-                _hand_over(ring, 2 + block)
-                odd = _piece(starts, pages, 3)
+                even, odd = _convert_half(
+                    even, odd, left.index(block), turn, starts, pages, ring, 2 + block, 2
+                )
                 pages = next_pages
                 starts = _starts(pages, after, cache)
                 rotary = _load(starts, pages, 2 * HALF, _ROPE, _ROPE_WORDS)
-                _await(turn, ring, 4 + block)
-                _put(even, right.index(block), 0)
-                even = _piece(starts, pages, 0)
-                _put(odd, right.index(block), PAIRS)
-                _hand_over(ring, 4 + block)
-                odd = _piece(starts, pages, 1)
+                even, odd = _convert_half(
+                    even, odd, right.index(block), turn, starts, pages, ring, 4 + block, 0
+                )
             turn += 1
         begin = 0
         fields = plan.rows_ptr + ((r + 1) // plan.HEAD_LOOPS) * FIELDS
