@@ -30,8 +30,8 @@ KV_TILE = 128
 NARROW_ROWS = 16
 """Query rows of a narrow tile, for :mod:`attn.kernels.latent.hopper_narrow`.
 
-Its products are by warp. Layers have narrow tiles with at most 16 query rows, and with batch
-invariance."""
+Its products are by warp. Layers have narrow tiles with few query rows, see :func:`_is_narrow`, and
+with batch invariance."""
 NARROW_BYTES = KV_TILE * 576
 """Bytes of a narrow tile's keys: 128 keys of e4m3, or 64 keys of 16 bits."""
 COLUMNS = (576, 512)
@@ -82,6 +82,16 @@ def latent_kernel_of(
     return chosen_kernel("kernels.latent.decode", wanted, found, layer="latent layer", left=left)
 
 
+def _is_narrow(shape: DenseShape, max_query_len: int) -> bool:
+    """Whether a request's query rows take less time in narrow tiles than in wide ones.
+
+    Over e4m3 two narrow tiles do: a wide tile takes as long as three
+    (``docs/notebook/latent.md``).
+    """
+    tiles = 2 if shape.stored_bits == 8 else 1
+    return shape.num_heads * max_query_len <= tiles * NARROW_ROWS
+
+
 def hopper_latent_tile(
     shape: DenseShape,
     kind: DeviceKind,
@@ -117,7 +127,7 @@ def hopper_latent_tile(
     if refused is not None:
         return refused
     # Work items of wide tiles are cut wherever the batch leads to, so their bits depend on it.
-    is_narrow = asks.batch_invariant or shape.num_heads * max_query_len <= NARROW_ROWS
+    is_narrow = asks.batch_invariant or _is_narrow(shape, max_query_len)
     rows = NARROW_ROWS if is_narrow else ROWS
     head_tiles = cdiv(shape.num_heads, rows)
     tile_heads = cdiv(shape.num_heads, head_tiles)

@@ -128,9 +128,10 @@ def test_any_number_of_heads_and_tokens_fits_a_tile_and_pages_are_whole_boxes(
                 tile = hopper_latent_tile(shape, HOPPER, block_size, tokens, LayerRequirements())
                 assert isinstance(tile, HopperDecodeTile)
                 split = tile.split
-                assert split.head_tiles == (1 if heads <= 64 else 2)
-                assert (tile.least_tiles is None) == (heads * tokens <= 16)
-                rows = 16 if heads * tokens <= 16 else 64
+                is_narrow = heads * tokens <= (32 if stored_bits == 8 else 16)
+                assert (tile.least_tiles is None) == is_narrow
+                rows = 16 if is_narrow else 64
+                assert split.head_tiles == -(-heads // rows)
                 assert split.tile_heads * split.head_tiles >= heads
                 assert 1 <= split.query_tokens <= tokens
                 assert split.tile_heads * split.query_tokens <= split.rows == rows
@@ -233,6 +234,9 @@ KINDS = {
     "e4m3_in_parts": LatentCase(
         BatchSpec("h", (1, 1), (1700, 33)), 16, DType.FLOAT16, CacheDType.FP8_E4M3, block_size=64
     ),
+    "e4m3_two_tiles_of_heads": LatentCase(
+        BatchSpec("a", (1, 1), (5, 140)), 20, DType.FLOAT16, CacheDType.FP8_E4M3, block_size=16
+    ),
     "e4m3_verify": LatentCase(
         BatchSpec("i", (4, 2, 1), (200, 40, 30), num_speculative_tokens=3),
         4,
@@ -249,14 +253,14 @@ KINDS = {
         block_size=256,
     ),
     "wide_e4m3_pages_of_16": LatentCase(
-        BatchSpec("a", (1, 1), (5, 140)), 20, DType.FLOAT16, CacheDType.FP8_E4M3, block_size=16
+        BatchSpec("a", (1, 1), (5, 140)), 33, DType.FLOAT16, CacheDType.FP8_E4M3, block_size=16
     ),
     "wide_e4m3_in_parts": LatentCase(
-        BatchSpec("b", (1, 1), (700, 33)), 17, DType.FLOAT16, CacheDType.FP8_E4M3, block_size=64
+        BatchSpec("b", (1, 1), (700, 33)), 33, DType.FLOAT16, CacheDType.FP8_E4M3, block_size=64
     ),
     "wide_e4m3_verify": LatentCase(
         BatchSpec("d", (4, 2, 1), (200, 40, 30), num_speculative_tokens=3),
-        5,
+        9,
         DType.FLOAT16,
         CacheDType.FP8_E4M3,
         block_size=48,

@@ -1,6 +1,6 @@
 """The narrow Hopper latent kernel: decode and verify by work items of up to 16 query rows.
 
-It serves requests of at most 16 rows (query tokens x query heads), and requests of any size if the
+It serves requests of few rows (query tokens x query heads), and requests of any size if the
 layer asks for batch invariance.
 
 **Products by warp.** Each warp multiplies by itself (``mma_v2``). A product of a warp group would
