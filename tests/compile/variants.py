@@ -433,7 +433,6 @@ INVARIANT_VARIANTS: Final = (
     # Caches of 8 bits. Prompts at head size 128 spill outside of the loops over keys; with a factor
     # for each key they spill inside too.
     *_attending("fp8 32/8/128", 90, cache=_FP8, **_INVARIANT),
-    _only(_P, "fp8 32/8/128", 90, cache=_FP8, **_INVARIANT),
     *_attending("fp8 64/8/64", speed=True, heads=(64, 8, 64), cache=_FP8, **_INVARIANT),
     _only(_P, "fp8 16/8/256", heads=(16, 8, 256), cache=_FP8, **_INVARIANT),
     _only(_P, "fp8 window 1024", window=1024, cache=_FP8, **_INVARIANT),
