@@ -39,6 +39,7 @@ TESTS: Final = (
     "tests/compile/test_compile.py",
     "tests/compile/test_invariant_compile.py",
     "tests/compile/test_models_fit.py",
+    "tests/compile/test_product_order.py",
     "tests/compile/test_sparse_compile.py",
     "tests/compile/test_step_compile.py",
     "tests/dense/test_hopper.py",
