@@ -76,8 +76,8 @@ def latent_kernel_of(
     found = hopper_latent_tile(shape, kind, block_size, max_query_len, asks)
     left = None
     # Over e4m3 a row has half the bytes, and the portable kernel has to convert it too.
-    is_wide = shape.num_heads * max_query_len > NARROW_ROWS and shape.stored_bits != 8
-    if asks.batch_invariant and is_wide:
+    reads_often = shape.stored_bits != 8 and not _is_narrow(shape, max_query_len)
+    if asks.batch_invariant and reads_often:
         left = f"by tiles of {NARROW_ROWS} rows, which read a latent row more often"
     return chosen_kernel("kernels.latent.decode", wanted, found, layer="latent layer", left=left)
 

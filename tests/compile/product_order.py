@@ -31,11 +31,11 @@ HEADS: Final = ((32, 8, 128), (64, 8, 64))
 
 @dataclass(frozen=True)
 class Order:
-    """What decides the order of a kernel's sums."""
+    """The order of a kernel's sums, as far as its instructions decide it."""
 
     steps: list[str]
-    """What the instructions that multiply have in common with no tile: the terms of a step, and the
-    types of the sum and of both operands."""
+    """The terms of a step of every instruction that multiplies, and the types of the sum and of
+    both operands. The sizes of tiles are left out."""
     widths: list[int]
     """Neighbouring terms that a thread holds of an operand in registers."""
     summed: list[int]

@@ -445,8 +445,13 @@ def padding_of(heads: int, cache_dtype: CacheDType) -> tuple[torch.Tensor, torch
     return out, lse
 
 
-PADDED = [(heads, dtype) for heads in (3, 20) for dtype in (CacheDType.AUTO, CacheDType.FP8_E4M3)]
-"""Heads and types of caches: for the narrow kernel and the wide one, over 16 bits and e4m3."""
+PADDED = [
+    (3, CacheDType.AUTO),
+    (20, CacheDType.AUTO),
+    (3, CacheDType.FP8_E4M3),
+    (33, CacheDType.FP8_E4M3),
+]
+"""Heads and types of caches: the narrow kernel and the wide one, over 16 bits and over e4m3."""
 
 
 @pytest.mark.parametrize(("heads", "cache_dtype"), PADDED)

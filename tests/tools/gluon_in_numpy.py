@@ -688,7 +688,7 @@ def run(call: KernelCall, programs: Sequence[int], translation: Translation) -> 
 
 @contextlib.contextmanager
 def _arguments(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The arguments as numpy has them; what has no type there is copied back afterwards."""
+    """The arguments as numpy has them. Tensors of bf16 are copied to fp32, and back afterwards."""
     found: dict[str, Any] = {}
     copies: list[tuple[torch.Tensor, np.ndarray]] = []
     for name, x in given.items():

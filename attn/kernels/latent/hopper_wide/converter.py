@@ -50,7 +50,7 @@ def _words_layout(width: int) -> gl.DistributedLinearLayout:
 
 
 _PIECE = gl.constexpr(128)
-"""Latent columns that are loaded at a time: half of what the ring's barriers count as a part."""
+"""Latent columns that are loaded at a time, a quarter of a row; the ring's parts are halves."""
 _PIECE_WORDS = gl.constexpr(_words_layout(_PIECE.value // 4))
 """The layout of a piece of a block's latents."""
 _ROPE_WORDS = gl.constexpr(_words_layout(_ROPE.value // 4))

@@ -42,8 +42,8 @@ _SECOND_OF_E4M3 = tl.constexpr(208)
 """Registers of a thread of warp group 1 with a cache of e4m3, where nothing is cleared. Warp group
 0 has 216, as otherwise."""
 _CONVERTER = tl.constexpr(80)
-"""Registers of a thread of the producer that converts e4m3: 40 words of four elements, and what
-addresses them. With 72 Triton spills for fp16, with 64 for bf16 too."""
+"""Registers of a thread of the producer that converts e4m3: 40 words of four elements, and their
+addresses. With 72 Triton 3.6 spills."""
 
 
 @gluon.jit(
