@@ -36,9 +36,8 @@ NARROW_BYTES = KV_TILE * 576
 """Bytes of a narrow tile's keys: 128 keys of e4m3, or 64 keys of 16 bits."""
 COLUMNS = (576, 512)
 """Columns of a latent row, and how many of them are its value."""
-LEAST_TILES = 2
-"""Fewest wide tiles of a program share: a part of a work item costs about as much as one more
-tile."""
+LEAST_TILES = 1
+"""Fewest wide tiles of a program share."""
 ROW_COST = 2
 """Wide tiles that take as long as the beginning of a work item.
 
@@ -149,4 +148,11 @@ def hopper_latent_tile(
     # cut at segments.
     if is_narrow:
         return HopperDecodeTile(split, min(run, kv_tile), 2, row_cost=NARROW_ROW_COST)
-    return HopperDecodeTile(split, min(run, KV_TILE // 2), 2, LEAST_TILES, ROW_COST)
+    return HopperDecodeTile(
+        split,
+        min(run, KV_TILE // 2),
+        2,
+        LEAST_TILES,
+        ROW_COST,
+        reads_again=head_tiles > 1 or max_query_len > split.query_tokens,
+    )

@@ -220,8 +220,13 @@ class SplitPlanner:
         buffers.declare("starts", (self.groups + 1, 2), int32)
         buffers.declare("shares", (self.groups, SHARE_FIELDS), int32)
         buffers.declare("counters", (launched * (1 + self.head_loops),), int32)
-        buffers.declare("states", (states * width,), fp32)
-        buffers.declare("sums", (states * 2,), fp32)
+        if self.least_tiles is None:
+            buffers.declare("states", (states * width,), fp32)
+            buffers.declare("sums", (states * 2,), fp32)
+        else:
+            # Parts of work items are outputs of 16 bits, and one LSE for each row.
+            buffers.declare("states", (states * width // 2,), fp32)
+            buffers.declare("sums", (states,), fp32)
         rows = self.prefill_programs * self.prefill.query_tile
         slots = 2 if self.prefill.stores_totals else 1
         hopper = self._hopper_rows()

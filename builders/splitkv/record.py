@@ -145,9 +145,11 @@ class SplitPlan:
     tokens in the middle of whose keys the program starts: how many of their segment groups have
     arrived."""
     states: torch.Tensor
-    """fp32 scratch: outputs of segments and segment groups that are not folded yet."""
+    """fp32 scratch: outputs of segments and segment groups that are not folded yet. Where work
+    items are cut between any two tiles, it holds outputs of parts, in the output's 16 bits."""
     sums: torch.Tensor
-    """fp32 scratch: two numbers for each query row of a state, its maximum and its sum."""
+    """fp32 scratch: two numbers for each query row of a state, its maximum and its sum. A part has
+    one, its LSE in units of log 2."""
     groups: int
     """Groups of programs that share the tiles of the step."""
     heads: int
@@ -255,7 +257,8 @@ class SegmentedKeys:
     those over segments of one group if the kernel's tile ``stores_totals``; empty where nothing
     needs it."""
     sums: torch.Tensor
-    """fp32 scratch: two numbers for each query row of a state, its maximum and its sum."""
+    """fp32 scratch: two numbers for each query row of a state, its maximum and its sum. A part has
+    one, its LSE in units of log 2."""
 
     @property
     def static(self) -> tuple[int, ...]:

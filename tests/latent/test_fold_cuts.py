@@ -1,4 +1,4 @@
-"""The kernel that folds the states of cut work items, against float64; no other row is written."""
+"""The kernel that folds the parts of cut work items, against float64; no other row is written."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn.kernels.latent.hopper_wide.fold import fold_cuts_kernel
-from attn.kernels.latent.hopper_wide.launch import SLICE
+from attn.kernels.latent.hopper_wide.fold import ROWS_OF_TWO, fold_cuts_kernel
 from attn.testing.batches import is_poison, poisoned
 from builders.latent.choice import KV_TILE
 from builders.splitkv.host_twin import HostPlan, SplitRules, plan_rows
@@ -60,39 +59,38 @@ class Step:
         return [c for c, start, stop in shares if start < stop and start <= last and stop > first]
 
 
-def filled(step: Step, plan: HostPlan) -> tuple[Tensor, Tensor]:
-    """Random states and sums where programs store some, poison elsewhere."""
+def filled(step: Step, plan: HostPlan, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Random outputs and LSE of parts where programs store some, poison elsewhere."""
     slots = 2 * step.groups * step.heads
     cpu = torch.device("cpu")
-    states = poisoned(slots, step.used, WIDTH, dtype=torch.float32, device=cpu)
-    sums = poisoned(slots, 2, step.used, dtype=torch.float32, device=cpu)
+    states = poisoned(slots, step.used, WIDTH, dtype=dtype, device=cpu)
+    sums = poisoned(slots, step.used, dtype=torch.float32, device=cpu)
     for item, lane in product(range(len(step.tiles)), range(step.heads)):
         programs = step.programs_of(plan, item)
         for place, c in enumerate(programs if len(programs) > 1 else []):
             slot = 2 * (c * step.heads + lane) + (place == 0)
             assert is_poison(states[slot])
-            states[slot] = torch.randn(step.used, WIDTH)
-            sums[slot, 0] = 3 * torch.randn(step.used)
-            sums[slot, 1] = 0.5 + torch.rand(step.used)
+            states[slot] = torch.randn(step.used, WIDTH).to(dtype)
+            sums[slot] = 3 * torch.randn(step.used)
             # A part may have no key that a row sees, and some row of an item none at all.
             blind = torch.rand(step.used) < 0.2
             blind[0] |= item == 0
             states[slot, blind] = 0
-            sums[slot, 0, blind], sums[slot, 1, blind] = -math.inf, 0
+            sums[slot, blind] = -math.inf
     return states, sums
 
 
 def launch(step: Step, plan: HostPlan, states: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
     """The kernel's output ``[T, H, WIDTH]`` and LSE ``[T, H]``."""
     rows = (len(step.tiles) * step.tokens, step.num_heads)
-    out = poisoned(*rows, WIDTH, dtype=torch.float32, device=DEVICE)
+    out = poisoned(*rows, WIDTH, dtype=states.dtype, device=DEVICE)
     lse = poisoned(*rows, dtype=torch.float32, device=DEVICE)
 
     def int32(numbers: Any) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
 
     nothing = int32([0])
-    fold_cuts_kernel[(step.groups * step.heads * cdiv(step.used, SLICE),)](
+    fold_cuts_kernel[(step.groups * step.heads * cdiv(step.used, ROWS_OF_TWO),)](
         *(out, lse, int32(plan.rows), nothing, int32(plan.starts), nothing, nothing),
         *(states.to(DEVICE), sums.to(DEVICE), step.groups),
         HEADS=step.heads,
@@ -101,7 +99,6 @@ def launch(step: Step, plan: HostPlan, states: Tensor, sums: Tensor) -> tuple[Te
         TILE_HEADS=step.tile_heads,
         QUERY_TOKENS=step.tokens,
         GROUPS=power_of_two(step.groups),
-        SLICE=SLICE,
         OUT_TOKEN=step.num_heads * WIDTH,
         OUT_HEAD=WIDTH,
         LSE_TOKEN=step.num_heads,
@@ -123,11 +120,14 @@ STEPS = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", STEPS)
-def test_states_of_cut_items_are_folded_and_no_other_row_is_written(name: str) -> None:
+def test_parts_of_cut_items_are_folded_and_no_other_row_is_written(
+    name: str, dtype: torch.dtype
+) -> None:
     step = STEPS[name]
     plan = step.plan()
-    states, sums = filled(step, plan)
+    states, sums = filled(step, plan, dtype)
     out, lse = launch(step, plan, states, sums)
     for item, lane in product(range(len(step.tiles)), range(step.heads)):
         programs = step.programs_of(plan, item)
@@ -139,11 +139,15 @@ def test_states_of_cut_items_are_folded_and_no_other_row_is_written(name: str) -
             assert is_poison(found_lse)
             continue
         slots = [2 * (c * step.heads + lane) + (place == 0) for place, c in enumerate(programs)]
-        m, part_sums, acc = (x.double() for x in (sums[slots, 0], sums[slots, 1], states[slots]))
+        m, acc = sums[slots].double(), states[slots].double()
         top = m.max(0).values
         weights = torch.exp2(m - torch.where(top.isinf(), 0.0, top))
-        total = (part_sums * weights).sum(0)
+        total = weights.sum(0)
         wanted = (acc * weights[..., None]).sum(0) / torch.where(total > 0, total, 1.0)[:, None]
-        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+        # Triton's interpreter cuts bf16 off, where a GPU rounds.
+        rounding = torch.finfo(dtype).eps
+        torch.testing.assert_close(
+            found.double(), wanted, rtol=max(1e-5, rounding), atol=max(1e-5, rounding / 100)
+        )
         wanted_lse = (top + total.log2()) * math.log(2)
         torch.testing.assert_close(found_lse.double(), wanted_lse, rtol=1e-5, atol=1e-5)

@@ -138,13 +138,14 @@ def test_any_number_of_heads_and_tokens_fits_a_tile_and_pages_are_whole_boxes(
                 assert block_size % tile.run == 0
                 assert (128 if rows == 16 and stored_bits == 8 else 64) % tile.run == 0
                 assert SEGMENT % split.segment_unit == 0
+                reads_again = split.head_tiles > 1 or tokens > split.query_tokens
+                assert tile.reads_again == (reads_again and not is_narrow)
                 # A launcher knows query lengths only through the plan's tokens.
-                assert (
-                    hopper_latent_tile(
-                        shape, HOPPER, block_size, split.query_tokens, LayerRequirements()
-                    )
-                    == tile
+                found = hopper_latent_tile(
+                    shape, HOPPER, block_size, split.query_tokens, LayerRequirements()
                 )
+                assert isinstance(found, HopperDecodeTile)
+                assert replace(found, reads_again=tile.reads_again) == tile
 
 
 @pytest.mark.parametrize("heads", [1, 16, 17, 40, 128])
@@ -481,6 +482,20 @@ def test_rows_that_nobody_cleared_would_show(
     assert out.isnan().all()
     assert lse.isnan().all()
     assert launched
+
+
+@pytest.mark.parametrize(
+    ("kind", "reads_again"),
+    [("verify", False), ("two_tiles_of_heads", True), ("two_tiles_of_tokens", True)],
+)
+def test_keys_that_several_work_items_read_are_prefetched_and_freed_late(
+    kind: str, reads_again: bool, launched: list[KernelCall]
+) -> None:
+    assert not findings(KINDS[kind])
+    assert launched
+    for call in launched:
+        assert call.arguments["PREFETCH"] is reads_again
+        assert call.arguments["EARLY"] is not reads_again
 
 
 def odd(part: torch.Tensor, extra: int) -> torch.Tensor:

@@ -24,15 +24,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attn.kernels.dense.hopper_decode.parts import FIELDS, share_at
 from attn.kernels.dense.hopper_prefill.scheduler import wide
-from attn.kernels.dense.hopper_prefill.vector_store import side_by_side, store_side_by_side
 from attn.kernels.dense.query_rows import write_lse
 from attn.kernels.dense.tile import power_of_two_guard
 from attn.kernels.lang.compat import reinterpret, thread_barrier
 from attn.kernels.lang.constants import LOG2E
-from attn.kernels.lang.opaque import opaque, opaque_zero
+from attn.kernels.lang.opaque import opaque, opaque_zero, program_number
 from attn.kernels.lang.structures import State
 from attn.kernels.lang.wgmma import base_of, scaled_rows
-from attn.kernels.latent.hopper_wide.parts import BLOCK, HALF, cut_at, store_part
+from attn.kernels.latent.hopper_wide.parts import BLOCK, HALF, cut_at
 from attn.kernels.latent.structures import Operands, causal_bounds
 
 _TILE = tl.constexpr(128)
@@ -303,30 +302,32 @@ def _load_queries(token, count, in_group, walks, query, room, tile, W: gl.conste
     at = query.absorbed_at(tokens, head)[:, None] + (W * HALF + column)[None, :]
     rotary_at = query.rotary_at(tokens, head)[:, None] + column[None, :]
     mask = wanted[:, None]
+    # All loads are under way before the first is waited for.
+    p0 = gl.load(at, mask=mask, other=0.0)
+    p1 = gl.load(at + 64, mask=mask, other=0.0)
+    p2 = gl.load(at + 128, mask=mask, other=0.0)
+    p3 = gl.load(at + 192, mask=mask, other=0.0)
+    if W == 0:
+        rotary = gl.load(rotary_at, mask=mask, other=0.0)
     if tile.E4M3:
         # fp16 has the range of bf16 only if each row is multiplied by a power of two.
-        p0 = gl.load(at, mask=mask, other=0.0)
-        p1 = gl.load(at + 64, mask=mask, other=0.0)
-        p2 = gl.load(at + 128, mask=mask, other=0.0)
-        p3 = gl.load(at + 192, mask=mask, other=0.0)
         most = gl.maximum(_largest(p0, p1), _largest(p2, p3))
         if W == 0:
-            rotary = gl.load(rotary_at, mask=mask, other=0.0)
             most = gl.maximum(most, _largest(rotary, rotary))
         down = _agreed_guard(most, query, room, W)
-        boxes = room.q_boxes
-        boxes.index(W * 4).store(_in_range(p0, down, tile.DTYPE))
-        boxes.index(W * 4 + 1).store(_in_range(p1, down, tile.DTYPE))
-        boxes.index(W * 4 + 2).store(_in_range(p2, down, tile.DTYPE))
-        boxes.index(W * 4 + 3).store(_in_range(p3, down, tile.DTYPE))
+        p0 = _in_range(p0, down, tile.DTYPE)
+        p1 = _in_range(p1, down, tile.DTYPE)
+        p2 = _in_range(p2, down, tile.DTYPE)
+        p3 = _in_range(p3, down, tile.DTYPE)
         if W == 0:
-            room.q_rope.index(0).store(_in_range(rotary, down, tile.DTYPE))
-    else:
-        for i in gl.static_range(4):
-            part = gl.load(at + i * 64, mask=mask, other=0.0)
-            room.q_boxes.index(W * 4 + i).store(part)
-        if W == 0:
-            room.q_rope.index(0).store(gl.load(rotary_at, mask=mask, other=0.0))
+            rotary = _in_range(rotary, down, tile.DTYPE)
+    boxes = room.q_boxes
+    boxes.index(W * 4).store(p0)
+    boxes.index(W * 4 + 1).store(p1)
+    boxes.index(W * 4 + 2).store(p2)
+    boxes.index(W * 4 + 3).store(p3)
+    if W == 0:
+        room.q_rope.index(0).store(rotary)
     fence_async_shared()
     thread_barrier()
     mbarrier.arrive(room.loaded, count=1)
@@ -436,52 +437,59 @@ def _with_all_sums(W: gl.constexpr, state, walks, room):
 
 
 @gluon.jit
-def _write(W: gl.constexpr, fields, in_group, state, out, tile):
-    """Write warp group W's half of a work item's output; group 0 also writes the LSE.
+def _write_part(W: gl.constexpr, cut, in_group, state, operands, room, plan, out, tile):
+    """Write warp group W's half of a part's output; group 0 also writes the LSE.
+
+    A part that has all keys of its queries is the result. Any other goes to a slot of the program,
+    for :func:`attn.kernels.latent.hopper_wide.fold.fold_cuts_kernel`: the output that the part's
+    keys alone would give, in the output's type, and the LSE in units of log 2.
 
     This runs once for a work item and waits for its instructions to be fetched, so the code is kept
-    short.
+    short: rows go through shared memory to threads that write 16 bytes at a time, in a loop.
     """
-    OUTPUT: gl.constexpr = tile.OUTPUT
-    WRITES_LSE: gl.constexpr = out.LSE and W == 0
-    # These are loaded once more instead of being kept in registers during the loop.
-    count = gl.load(fields + 2)
-    token = gl.load(fields + 1)
-    some = state.m > float("-inf")
-    if WRITES_LSE:
-        place = gl.arange(0, 64, layout=gl.SliceLayout(1, OUTPUT)) + opaque_zero()
-        head = in_group + place % tile.TILE_HEADS
-        wanted = (place < count * tile.TILE_HEADS) & (head < tile.GROUP)
-        at = token + place // tile.TILE_HEADS
-        write_lse(some, state.m, state.l, at, head, wanted, out.lse_ptr, out.lse_token)
-    by = 1.0 / gl.where(some, state.l, 1.0)
-    written = side_by_side((state.acc * by[:, None]).to(out.out_ptr.dtype.element_ty))
-    ROWS: gl.constexpr = written.type.layout
-    place = gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS)) + opaque_zero()
-    head = in_group + place % tile.TILE_HEADS
-    wanted = (place < count * tile.TILE_HEADS) & (head < tile.GROUP)
-    at = (token + place // tile.TILE_HEADS).to(gl.int64) * out.out_token + head * out.out_head
-    store_side_by_side(written, at, wanted, W * HALF, out.out_ptr)
-
-
-@gluon.jit
-def _write_or_store(W: gl.constexpr, cut, in_group, state, room, plan, out, tile):
-    """Write the output of a part that has all keys of its queries, or store its state."""
     ROW: gl.constexpr = gl.SliceLayout(1, tile.OUTPUT)
-    if tile.E4M3:
-        by = _cache_scale(room, ROW)
-        state = State(m=state.m, l=state.l, acc=state.acc * by[:, None])
+    WRITES_LSE: gl.constexpr = out.LSE and W == 0
     m = gl.convert_layout(state.m, ROW)
     l = gl.convert_layout(state.l, ROW)
-    if (cut.begin == 0) & (cut.end == gl.load(cut.fields + 6)):
-        _write(W, cut.fields, in_group, State(m=m, l=l, acc=state.acc), out, tile)
-    else:
-        # A program has two slots: the first for an item that another program began, the second for
-        # an item that goes on in another program.
-        slot = 2 * gl.program_id(0) + (cut.begin == 0).to(gl.int32)
-        store_part(
-            plan.states_ptr, plan.sums_ptr, slot, m, l, state.acc, opaque_zero(), W, tile.USED
-        )
+    some = m > float("-inf")
+    by = 1.0 / gl.where(some, l, 1.0)
+    if tile.E4M3:
+        by *= _cache_scale(room, ROW)
+    # The queries' shared memory is free: the groups met after the last product that reads it.
+    written = (state.acc * by[:, None]).to(out.out_ptr.dtype.element_ty)
+    operands.q.index(W).store(written.to(tile.DTYPE, bitcast=True))
+    # These are loaded once more instead of being kept in registers during the loop.
+    count = gl.load(cut.fields + 2)
+    token = gl.load(cut.fields + 1)
+    is_result = (cut.begin == 0) & (cut.end == gl.load(cut.fields + 6))
+    # A program has two slots: the first for an item that another program began, the second for an
+    # item that goes on in another program.
+    slot = wide(2 * program_number() + gl.where(cut.begin == 0, 1, 0))
+    if is_result:
+        if WRITES_LSE:
+            tokens, head, wanted = _query_rows(token, count, in_group, tile, tile.OUTPUT)
+            write_lse(some, m, l, tokens, head, wanted, out.lse_ptr, out.lse_token)
+    elif W == 0:
+        place = gl.arange(0, 64, layout=ROW) + opaque_zero()
+        lse = gl.where(some, m + gl.log2(l), float("-inf"))
+        gl.store(plan.sums_ptr + slot * tile.USED + place, lse, mask=place < tile.USED)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    tokens, head, wanted = _query_rows(token, count, in_group, tile, LAYOUT)
+    at = tokens.to(gl.int64) * out.out_token + head * out.out_head
+    to = out.out_ptr
+    if not is_result:
+        place = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)) + opaque_zero()
+        at = (slot * tile.USED + place) * (2 * HALF)
+        wanted = place < tile.USED
+        to = plan.states_ptr.to(gl.pointer_type(out.out_ptr.dtype.element_ty), bitcast=True)
+    thread_barrier()
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT)) + opaque_zero()
+    for i in range(4):
+        part = room.q_boxes.index(W * 4 + i).load(LAYOUT)
+        cells = to + at[:, None] + (W * HALF + i * 64 + column)[None, :]
+        gl.store(cells, part.to(out.out_ptr.dtype.element_ty, bitcast=True), mask=wanted[:, None])
+    # The next item's queries come where the output was.
+    thread_barrier()
 
 
 @gluon.jit
@@ -508,6 +516,6 @@ def consume_latents(W: gl.constexpr, query, ring, room, plan, out, tile):
             _load_queries(token, count, in_group, walks, query, room, tile, W)
             state, turn = _attend(W, cut, state, turn, operands, query, bounds, ring, room, tile)
             state, walks = _with_all_sums(W, state, walks, room)
-        _write_or_store(W, cut, in_group, state, room, plan, out, tile)
+        _write_part(W, cut, in_group, state, operands, room, plan, out, tile)
         begin = 0
         fields = plan.rows_ptr + wide(((r + 1) // plan.HEAD_LOOPS) * FIELDS)

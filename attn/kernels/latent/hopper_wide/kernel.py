@@ -8,8 +8,9 @@ their way into shared memory (:mod:`attn.kernels.latent.hopper_wide.converter`).
 **Cuts.** Every program takes the same number of key tiles, and a work item is cut wherever that
 falls. The state of 64 query rows is 128 KiB, all that registers hold. Keeping one such state for
 every few hundred keys, so that a request's bits do not depend on its batch, took a quarter of the
-time on an H200. Instead a program has at most two incomplete items, its first and its last. Another
-kernel, :mod:`attn.kernels.latent.hopper_wide.fold`, folds their states. The result depends on the
+time on an H200. Instead a program has at most two incomplete items, its first and its last. It
+stores the output that their keys alone would give, in the output's type, and the LSE. Another
+kernel, :mod:`attn.kernels.latent.hopper_wide.fold`, folds these parts. The result depends on the
 lengths in the batch, and is the same in every launch.
 
 **Dead keys.** A page is not read if no query row sees a key of it; TMA fills its place with zeros,
@@ -93,7 +94,7 @@ def hopper_mla_kernel(
     LSE: gl.constexpr,
     E4M3: gl.constexpr,
 ):
-    """Attention of the plan's work items, and states of those cut; grid ``(groups * HEADS,)``.
+    """Attention of the plan's work items, and parts of those cut; grid ``(groups * HEADS,)``.
 
     Of the ``num_rows`` rows of output and LSE, those that no work item has are cleared.
 
@@ -105,9 +106,9 @@ def hopper_mla_kernel(
     ``[T, H, 64]``, whose strides of tokens and heads are in units of 16 bytes; out is
     ``[T, H, 512]``, LSE ``[T, H]``; rows and shares are tensors of the plan.
 
-    A program has two states, fp32 ``[TILE_HEADS * QUERY_TOKENS, 512]``: first of a work item that
-    another program began, then of an item that goes on in another program. The sums of a state are
-    ``[2, TILE_HEADS * QUERY_TOKENS]``: maxima in units of log 2, and sums.
+    A program has two parts ``[TILE_HEADS * QUERY_TOKENS, 512]`` of the output's type among the
+    states: first of a work item that another program began, then of an item that goes on in another
+    program. A part's sums are ``[TILE_HEADS * QUERY_TOKENS]``, the LSE in units of log 2.
     """
     DTYPE: gl.constexpr = gl.float16 if E4M3 else k_desc.dtype
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -200,7 +201,7 @@ def hopper_mla_kernel(
             [
                 (consume_latents, (0, query, ring, room, plan, out, tile)),
                 (consume_latents, (1, query, ring, room, plan, out, tile)),
-                (produce_latents, (num_rows, cache, ring, plan, out, GROUP)),
+                (produce_latents, (num_rows, cache, ring, room, plan, out, GROUP)),
             ],
             [4, 1],
             [_SECOND, _PRODUCER],

@@ -11,7 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from attn.kernels.dense.hopper_launch import COLUMNS, Descriptors, asked, is_planned
 from attn.kernels.dense.tensors import DenseLayer, DenseTensors
 from attn.kernels.latent.hopper_narrow.kernel import hopper_mla_narrow_kernel
-from attn.kernels.latent.hopper_wide.fold import fold_cuts_kernel
+from attn.kernels.latent.hopper_wide.fold import ROWS_OF_TWO, fold_cuts_kernel
 from attn.kernels.latent.hopper_wide.kernel import hopper_mla_kernel
 from attn.kernels.latent.variants import check_tensors, plan_constants
 from builders.latent.choice import latent_kernel_of
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 FINISH_CELLS = 2048
 """Elements of a state that the program which finishes a work item folds at a time."""
-SLICE = 4
-"""Query rows of a work item in two parts that one program folds."""
 UNIT_BYTES = 16
 """Bytes that a thread loads at a time."""
 UNIT = UNIT_BYTES // 2
@@ -61,7 +59,9 @@ def check_serves(
     # A tile has all the query tokens that were asked for, or as many as fit.
     tokens, wanted = plan.tile.query_tokens, DecodeKernel.HOPPER
     tile, _ = latent_kernel_of(shape, DeviceKind.SM90, block_size, tokens, asks, wanted)
-    is_planned(tile, plan.hopper, True)
+    assert tile is not None
+    # Of the engine's verify the plan has only what fits a tile.
+    is_planned(replace(tile, reads_again=plan.hopper.reads_again), plan.hopper, True)
     for name, is_asked in {
         "an output scale": tensors.output_scale is not None,
         "sinks": tensors.sinks is not None,
@@ -212,12 +212,12 @@ class HopperLatentLauncher:
                 "cache_block": rows.stride(0) // cells,
                 "ROW_UNITS": rows.stride(1) * rows.element_size() // UNIT_BYTES,
                 "E4M3": self._is_quantized,
-                # With one head tile, one program reads a work item's keys, and memory is the limit:
-                # half of a block is freed early. With several, products are the limit: nothing is
-                # freed early, and the programs prefetch the next tile into L2. Rows of e4m3 are
-                # prefetched always, since few of their bytes fit the producer's registers.
-                "EARLY": plan.tile.head_tiles == 1,
-                "PREFETCH": (plan.heads > 1 or self._is_quantized)
+                # Where one work item reads a request's keys, memory is the limit: half of a block
+                # is freed early. Where several do, products are the limit: nothing is freed early,
+                # and the programs prefetch the next tile into L2. Rows of e4m3 are prefetched
+                # always, since few of their bytes fit the producer's registers.
+                "EARLY": not plan.hopper.reads_again,
+                "PREFETCH": (plan.hopper.reads_again or self._is_quantized)
                 and rows.stride(1) == rows.shape[-1],
             }
             attends = Launcher(
@@ -228,7 +228,7 @@ class HopperLatentLauncher:
                 options=LaunchOptions(num_warps=4, waits=True),
                 is_typed=True,
             )
-            slices = cdiv(plan.tile.tile_heads * plan.tile.query_tokens, SLICE)
+            slices = cdiv(plan.tile.tile_heads * plan.tile.query_tokens, ROWS_OF_TWO)
             return attends, _new_fold(plan, attends, output), slices
         fixed |= {name: constants[name] for name in _SEGMENTED} | {
             "AREA": area_of(plan.slots, plan.segment_groups, plan.head_loops),
@@ -266,7 +266,6 @@ def _new_fold(plan: SplitPlan, attends: Launcher, output: torch.Tensor) -> Launc
     fixed |= {
         "groups": plan.groups,
         "GROUPS": power_of_two(plan.groups),
-        "SLICE": SLICE,
         "WAITS": output.is_cuda,
     }
     names = ("out_ptr", "lse_ptr", "plan")

@@ -1,4 +1,4 @@
-"""The parts of work items that a program of the wide latent kernel has, and where states go."""
+"""The parts of work items that a program of the wide latent kernel has."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attn.kernels.dense.hopper_prefill.scheduler import wide
 from attn.kernels.latent.structures import Cut
 
 BLOCK = tl.constexpr(64)
@@ -31,25 +30,3 @@ def cut_at(r, mine, fields, begin):
         number=r, fields=fields, begin=begin, end=end, req=gl.load(fields), kv_len=kv_len,
         first=first, high=high,
     )  # fmt: skip
-
-
-@gluon.jit
-def store_part(
-    states_ptr, sums_ptr, slot, m, l, o, zero, W: gl.constexpr, USED: gl.constexpr
-):  # fmt: skip
-    """Store the state of a part of a work item, for
-    :func:`attn.kernels.latent.hopper_wide.fold.fold_cuts_kernel`.
-
-    Maxima ``m`` and sums ``l`` are ``[64]`` fp32, the output ``o`` is ``[64, 256]`` fp32, of which
-    USED rows are stored in slot ``slot``. Each warp group stores its columns of the output; group 0
-    also stores maxima and sums. ``zero`` is 0, which the compiler does not know.
-    """
-    row = gl.arange(0, 64, layout=gl.SliceLayout(1, o.type.layout)) + zero
-    column = gl.arange(0, HALF, layout=gl.SliceLayout(0, o.type.layout))
-    mine = row < USED
-    if W == 0:
-        sums = sums_ptr + wide(slot) * (2 * USED)
-        gl.store(sums + row, m, mask=mine)
-        gl.store(sums + USED + row, l, mask=mine)
-    cells = row[:, None] * (2 * HALF) + (W * HALF + column)[None, :]
-    gl.store(states_ptr + wide(slot) * (USED * 2 * HALF) + cells, o, mask=mine[:, None])

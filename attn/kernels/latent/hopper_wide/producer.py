@@ -78,7 +78,7 @@ def _prefetch(
 
 
 @gluon.jit
-def produce_latents(num_rows, cache, ring, plan, out, HEADS: gl.constexpr):
+def produce_latents(num_rows, cache, ring, room, plan, out, HEADS: gl.constexpr):
     """Load the latent rows of the program's share, tile after tile; then clear padding.
 
     The producer is done before the consumers are, so that padding costs no time.
@@ -101,6 +101,11 @@ def produce_latents(num_rows, cache, ring, plan, out, HEADS: gl.constexpr):
             for block in gl.static_range(2):
                 _load_block(pages, key_tile, turn, ring.rope_boxes, cache, ring, 512, 1, 0, block)
                 _load_block(pages, key_tile, turn, ring.left_boxes, cache, ring, 0, 4, 2, block)
+                if block == 0:
+                    if turn == 0:
+                        # At the start all programs load at once. If all of the ring were asked for
+                        # first, queries would arrive last, and no product can begin without them.
+                        mbarrier.wait(room.loaded, 0)
                 _load_block(pages, key_tile, turn, ring.right_boxes, cache, ring, 256, 4, 4, block)
                 if cache.PREFETCH:
                     if key_tile + 1 < cut.high:

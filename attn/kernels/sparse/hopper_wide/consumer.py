@@ -26,9 +26,8 @@ from attn.kernels.lang.compat import thread_barrier
 from attn.kernels.lang.opaque import opaque_zero
 from attn.kernels.lang.structures import State
 from attn.kernels.lang.wgmma import base_of, scaled_rows
-from attn.kernels.latent.hopper_wide.parts import store_part
-from attn.kernels.sparse.hopper_wide.finish import finish_shared
-from attn.kernels.sparse.hopper_wide.parts import BLOCK, HALF, work_at, works_of
+from attn.kernels.sparse.hopper_wide.finish import finish_shared, store_part
+from attn.kernels.sparse.hopper_wide.parts import HALF, work_at, works_of
 
 
 @gluon.jit
@@ -387,9 +386,6 @@ def consume_listed(
             if piece.high > piece.low:
                 slot = piece.token * division.HEAD_TILES + piece.head_tile
                 slot = slot * division.PARTS + piece.part
-                store_part(
-                    scratch.states_ptr, scratch.sums_ptr, slot, state.m, state.l, state.acc,
-                    opaque_zero(), W, BLOCK,
-                )  # fmt: skip
+                store_part(slot, state, scratch, W)
         elif writes:
             _write(W, state, piece, out, division, tile)

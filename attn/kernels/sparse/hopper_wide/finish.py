@@ -12,6 +12,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from attn.kernels.dense.hopper_prefill.scheduler import wide
 from attn.kernels.lang.compat import thread_barrier
 from attn.kernels.lang.opaque import opaque_zero
 from attn.kernels.lang.structures import State
@@ -100,3 +101,24 @@ def finish_shared(slot, is_later, state, scratch, W: gl.constexpr):
             is_pure=False, pack=2,
         )  # fmt: skip
     return arrived == 1, State(m=m, l=l, acc=o)
+
+
+@gluon.jit
+def store_part(slot, state, scratch, W: gl.constexpr):
+    """Store the state of a part of a list in slot ``slot``.
+
+    :func:`attn.kernels.sparse.attend.fold_states_kernel` folds the parts. States are fp32
+    ``[slots, 64, 512]``, of which each warp group stores its columns. Sums are fp32
+    ``[slots, 2, 64]``: maxima and sums, which group 0 stores.
+    """
+    OUTPUT: gl.constexpr = state.acc.type.layout
+    row = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, OUTPUT)) + opaque_zero()
+    column = gl.arange(0, HALF, layout=gl.SliceLayout(0, OUTPUT))
+    mine = row < BLOCK
+    if W == 0:
+        sums = scratch.sums_ptr + wide(slot) * (2 * BLOCK)
+        gl.store(sums + row, state.m, mask=mine)
+        gl.store(sums + BLOCK + row, state.l, mask=mine)
+    cells = row[:, None] * (2 * HALF) + (W * HALF + column)[None, :]
+    cells = scratch.states_ptr + wide(slot) * (2 * BLOCK * HALF) + cells
+    gl.store(cells, state.acc, mask=mine[:, None])
