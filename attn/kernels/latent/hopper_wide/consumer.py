@@ -445,7 +445,7 @@ def _write_part(W: gl.constexpr, cut, in_group, state, operands, room, plan, out
     keys alone would give, in the output's type, and the LSE in units of log 2.
 
     This runs once for a work item and waits for its instructions to be fetched, so the code is kept
-    short: rows go through shared memory to threads that write 16 bytes at a time, in a loop.
+    short: rows go through shared memory to threads that write 16 bytes at a time.
     """
     ROW: gl.constexpr = gl.SliceLayout(1, tile.OUTPUT)
     WRITES_LSE: gl.constexpr = out.LSE and W == 0
@@ -483,8 +483,9 @@ def _write_part(W: gl.constexpr, cut, in_group, state, operands, room, plan, out
         wanted = place < tile.USED
         to = plan.states_ptr.to(gl.pointer_type(out.out_ptr.dtype.element_ty), bitcast=True)
     thread_barrier()
-    column = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT)) + opaque_zero()
-    for i in range(4):
+    # Eight times zero: the compiler has to know that a thread's columns are aligned.
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT)) + 8 * opaque_zero()
+    for i in gl.static_range(4):
         part = room.q_boxes.index(W * 4 + i).load(LAYOUT)
         cells = to + at[:, None] + (W * HALF + i * 64 + column)[None, :]
         gl.store(cells, part.to(out.out_ptr.dtype.element_ty, bitcast=True), mask=wanted[:, None])
