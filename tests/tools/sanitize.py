@@ -61,6 +61,22 @@ EXPLAINED: Final = {
     ): "a tile's record, behind a warp's barrier and one arrival",
     ("consumer.py:_send", "consumer.py:_with_sent"): "a state to the other consumer, "
     "behind a partition's barrier and one arrival",
+    (
+        "consumer.py:_publish",
+        "consumer.py:_take_first",
+    ): "weights and maxima to the other consumer, behind a partition's barrier and one arrival",
+    (
+        "consumer.py:_publish",
+        "consumer.py:_take_second",
+    ): "weights and maxima to the other consumer, behind a partition's barrier and one arrival",
+    (
+        "consumer.py:_with_all_sums",
+        "consumer.py:_with_all_sums",
+    ): "sums to the other consumer, behind a partition's barrier and one arrival",
+    (
+        "consumer.py:_agreed_guard",
+        "consumer.py:_agreed_guard",
+    ): "maxima to the other consumer, behind a partition's barrier and one arrival",
     ("exchanges.py:give", "exchanges.py:take"): "a control: behind a barrier and one arrival",
 }
 """Functions that write and read in exchanges that racecheck reports although they are ordered."""
