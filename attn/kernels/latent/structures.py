@@ -296,7 +296,8 @@ class WideRoom:
     """The shared memory that the wide kernel's two consumers have in common."""
 
     q_boxes: gl.shared_memory_descriptor
-    """``[8, 64, 64]`` of 16 bits, latent columns of the queries, 64 columns in each box."""
+    """``[8, 64, 64]`` of 16 bits, latent columns of the queries, 64 columns in each box. When the
+    queries have been used, the output of the part, on its way to memory."""
     q_rope: gl.shared_memory_descriptor
     """``[1, 64, 64]`` of 16 bits, rotary columns of the queries."""
     weights: gl.shared_memory_descriptor
