@@ -1,0 +1,538 @@
+"""The consumers of the wide Hopper latent kernel: two warp groups, each with half of the columns.
+
+A tile is two blocks of 64 keys. Warp group 0 computes the scores of block 0, warp group 1 the
+scores of block 1. Each then multiplies the weights of both blocks with its half of the output's
+columns, so the groups exchange weights P and running maximum m through shared memory: from 0 to 1,
+and back from 1 to 0. The two halves of the output thus always refer to the same maximum. Since the
+groups take turns, one buffer holds the weights of either block.
+
+    0:  output += P1 V1 (of the tile before); scores of block 0; softmax; P0, m; output += P0 V0
+    1:  scores of block 1; takes P0, m; output += P0 V0, softmax under it; P1, m; output += P1 V1
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from attn.kernels.dense.hopper_decode.parts import FIELDS, share_at
+from attn.kernels.dense.hopper_prefill.scheduler import wide
+from attn.kernels.dense.query_rows import write_lse
+from attn.kernels.dense.tile import power_of_two_guard
+from attn.kernels.lang.compat import reinterpret, thread_barrier
+from attn.kernels.lang.constants import LOG2E
+from attn.kernels.lang.opaque import opaque, opaque_zero, program_number
+from attn.kernels.lang.structures import State
+from attn.kernels.lang.wgmma import base_of, scaled_rows
+from attn.kernels.latent.hopper_wide.parts import BLOCK, HALF, cut_at
+from attn.kernels.latent.structures import Operands, causal_bounds
+
+
+
+@gluon.jit
+def stamp(sums_ptr, place):
+    t = gl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=gl.int64, is_pure=False, pack=1)
+    gl.store(sums_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + 131072 + place, t)
+
+
+@gluon.jit
+def stamp_sm(sums_ptr, place):
+    t = gl.inline_asm_elementwise("mov.u32 $0, %smid;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    gl.store(sums_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + 131072 + place, t.to(gl.int64))
+
+_TILE = tl.constexpr(128)
+_HEADROOM = tl.constexpr(14.0)
+"""How far weights over e4m3 may be above 1, in units of log 2."""
+
+
+@gluon.jit
+def _clear_tail(rows, z, live, ring, W: gl.constexpr):
+    """Zero the values of block W from key ``live`` to the end of its run of RUN keys.
+
+    No request wrote those slots, so they may hold NaN, and zero times NaN is NaN. Pages without
+    live slots are zeros already. ``rows`` is the warp group's half of the values, seen as rows of
+    boxes; the swizzle of a row's columns does not matter to zeros.
+    """
+    RUN: gl.constexpr = ring.RUN
+    if ring.CLEARS:
+        if (live > 0) & (live < BLOCK) & (live % RUN != 0):
+            zeros = gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+            for row in range(live, (live // RUN + 1) * RUN):
+                for i in gl.static_range(4):
+                    rows.index(z + (4 * W + i) * BLOCK + row).store(zeros)
+            # The zeros must be visible before products read them and before TMA overwrites them.
+            fence_async_shared()
+            thread_barrier()
+
+
+@gluon.jit
+def _scores(z, phase, operands, ring, W: gl.constexpr, SCORES: gl.constexpr):
+    """Start block W's score products over the columns that arrive first: rope and left half.
+
+    The scores are ``[64, 64]`` fp32; the products still run when this returns.
+    """
+    zero = gl.zeros([64, 64], gl.float32, SCORES)
+    mbarrier.wait(ring.full.index(W), phase)
+    keys = operands.rope.index(z + W).permute((1, 0))
+    s = warpgroup_mma(operands.q_rope.index(z), keys, zero, use_acc=False, is_async=True)
+    mbarrier.wait(ring.full.index(2 + W), phase)
+    q = operands.q.index(z)
+    return warpgroup_mma(q, operands.left.index(z + W).permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def _all_scores(s, z, phase, key_tile, operands, ring, bounds, W: gl.constexpr):
+    """Complete the scores with the right half of keys; -inf where a row does not see the key."""
+    mbarrier.wait(ring.full.index(4 + W), phase)
+    q = operands.q.index(z + 1)
+    s = warpgroup_mma(q, operands.right.index(z + W).permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma_wait(0, deps=[s])
+    if key_tile * _TILE + (W + 1) * BLOCK > bounds.all_high:
+        KEYS: gl.constexpr = gl.SliceLayout(0, s.type.layout)
+        # Without ``z`` warp group 1 would keep its 16 columns in registers during the loop.
+        column = gl.arange(0, 64, layout=KEYS) + z
+        key = key_tile * _TILE + W * BLOCK + column
+        s = gl.where(key[None, :] <= bounds.limit[:, None], s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def _factor(query, room, tile):
+    """The factor of products: the layer's scale in units of log 2, one number for all rows.
+
+    It is computed for each tile. A product that the compiler knows would be computed at the start
+    of the kernel and occupy a register in all warp groups, and Triton 3.9 spills. Over e4m3 the
+    factors of rows are read from shared memory, ``[64]``.
+    """
+    if tile.E4M3:
+        factor = room.factors.index(opaque_zero()).load(gl.SliceLayout(1, tile.SCORES))
+    else:
+        factor = opaque(query.scale) * LOG2E
+    return factor
+
+
+@gluon.jit
+def _cache_scale(room, ROWS: gl.constexpr):
+    """The scale of an e4m3 cache, ``[64]`` fp32 of one number.
+
+    It is in shared memory: a load from where the engine keeps it could wait for memory.
+    """
+    return room.factors.index(opaque_zero() + 1).load(ROWS)
+
+
+@gluon.jit
+def _top_of(s, factor, tile):
+    """The maximum that a block of scores gives its rows, ``[64]`` in units of log 2.
+
+    Over e4m3 it is 14 less than the largest score's: weights are fp16, and those below 2^-24 would
+    be lost. So they are up to 2^14, and down to 2^-38 of the largest.
+    """
+    top = gl.max(s, 1) * factor
+    if tile.E4M3:
+        top -= _HEADROOM
+    return top
+
+
+@gluon.jit
+def _weights(s, factor, base, tile):
+    """Weights of a block of scores, ``[64, 64]`` fp32, relative to ``base`` ``[64]``."""
+    if tile.E4M3:
+        x = scaled_rows(s, factor)
+    else:
+        x = s * factor
+    return gl.exp2(x - base[:, None])
+
+
+@gluon.jit
+def _publish(weights, m, m_of, ring, room, W: gl.constexpr):
+    """Hand weights and maximum to the other warp group, and free the rope part of the keys.
+
+    ``weights`` ``[64, 64]`` and ``m`` ``[64]`` are of block W; ``m_of`` is the shared memory for
+    its maxima.
+    """
+    room.weights.index(0).store(weights)
+    m_of.store(m)
+    fence_async_shared()
+    thread_barrier()
+    mbarrier.arrive(room.ready.index(W), count=1)
+    mbarrier.arrive(ring.empty.index(W), count=1)
+
+
+@gluon.jit
+def _take_second(z, turn, key_tile, state, operands, ring, room, kv_len, SCORES: gl.constexpr):
+    """Warp group 0 takes block 1's maximum and weights, and starts their product with values.
+
+    Returns maximum, sum and output of the state that follows; the product still runs.
+    """
+    mbarrier.wait(room.ready.index(1), turn & 1)
+    top = room.m_second.load(gl.SliceLayout(1, SCORES))
+    shrink = gl.exp2(state.m - base_of(top))
+    o = scaled_rows(state.acc, shrink)
+    _clear_tail(operands.rows, z, kv_len - key_tile * _TILE - BLOCK, ring, 1)
+    l = state.l * shrink
+    o = warpgroup_mma(room.weights.index(z), operands.left.index(z + 1), o, is_async=True)
+    return top, l, o
+
+
+@gluon.jit
+def _first_block(
+    turn, key_tile, state, operands, query, bounds, ring, room, tile, IS_FIRST: gl.constexpr
+):
+    """Process one tile in warp group 0, which has the scores of the first block.
+
+    The state's output has the left half of the columns, ``[64, 256]``. Returns the state that
+    follows.
+    """
+    z = opaque_zero()
+    phase = turn & 1
+    if IS_FIRST:
+        m, l, o = state.m, state.l, state.acc
+    else:
+        m, l, o = _take_second(
+            z, turn - 1, key_tile - 1, state, operands, ring, room, bounds.kv_len, tile.SCORES
+        )
+    s = _scores(z, phase, operands, ring, 0, tile.SCORES)
+    if not IS_FIRST:
+        # Wait for all products but the two of scores that were started since.
+        o = warpgroup_mma_wait(2, deps=[o])
+        thread_barrier()
+        mbarrier.arrive(ring.empty.index(3), count=1)
+    s = _all_scores(s, z, phase, key_tile, operands, ring, bounds, 0)
+    factor = _factor(query, room, tile)
+    # Maxima are in units of log 2 and rounded once, so that differences of two are nearly exact.
+    top = gl.maximum(m, _top_of(s, factor, tile))
+    base = base_of(top)
+    weights = _weights(s, factor, base, tile)
+    narrow = weights.to(tile.DTYPE)
+    _publish(narrow, top, room.m_first, ring, room, 0)
+    shrink = gl.exp2(m - base)
+    o = scaled_rows(o, shrink)
+    l = l * shrink + gl.sum(weights, 1)
+    _clear_tail(operands.rows, z, bounds.kv_len - key_tile * _TILE, ring, 0)
+    operand = gl.convert_layout(narrow, gl.DotOperandLayout(0, tile.OUTPUT, 2))
+    o = warpgroup_mma(operand, operands.left.index(z), o, is_async=True)
+    o = warpgroup_mma_wait(0, deps=[o])
+    thread_barrier()
+    mbarrier.arrive(ring.empty.index(2), count=1)
+    return State(m=top, l=l, acc=o)
+
+
+@gluon.jit
+def _take_first(z, turn, key_tile, state, operands, ring, room, kv_len, SCORES: gl.constexpr):
+    """Warp group 1 takes block 0's maximum and weights, and starts their product with values.
+
+    Returns block 0's maximum, the factor of earlier sums, and the output; the product still runs.
+    """
+    mbarrier.wait(room.ready.index(0), turn & 1)
+    top = room.m_first.load(gl.SliceLayout(1, SCORES))
+    shrink = gl.exp2(state.m - base_of(top))
+    o = scaled_rows(state.acc, shrink)
+    _clear_tail(operands.rows, z, kv_len - key_tile * _TILE, ring, 0)
+    o = warpgroup_mma(room.weights.index(z), operands.right.index(z), o, is_async=True)
+    return top, shrink, o
+
+
+@gluon.jit
+def _second_block(turn, key_tile, state, operands, query, bounds, ring, room, tile):
+    """Process one tile in warp group 1, which has the scores of the second block.
+
+    The state's output has the right half of the columns, ``[64, 256]``. Returns the state that
+    follows. EARLY frees half of the first block while the second block is still arriving. That is
+    better where memory is the limit, and worse where products are.
+    """
+    EARLY: gl.constexpr = ring.EARLY
+    SCORES: gl.constexpr = tile.SCORES
+    z = opaque_zero()
+    phase = turn & 1
+    if EARLY:
+        first, shrink, o = _take_first(
+            z, turn, key_tile, state, operands, ring, room, bounds.kv_len, SCORES
+        )
+        o = warpgroup_mma_wait(0, deps=[o])
+        thread_barrier()
+        mbarrier.arrive(ring.empty.index(4), count=1)
+    s = _scores(z, phase, operands, ring, 1, SCORES)
+    s = _all_scores(s, z, phase, key_tile, operands, ring, bounds, 1)
+    factor = _factor(query, room, tile)
+    own = _top_of(s, factor, tile)
+    if not EARLY:
+        first, shrink, o = _take_first(
+            z, turn, key_tile, state, operands, ring, room, bounds.kv_len, SCORES
+        )
+    top = gl.maximum(first, own)
+    base = base_of(top)
+    # Unless EARLY, this runs while the product with the first block does.
+    weights = _weights(s, factor, base, tile)
+    again = gl.exp2(first - base)
+    l = state.l * (shrink * again) + gl.sum(weights, 1)
+    narrow = weights.to(tile.DTYPE)
+    if not EARLY:
+        # The product with the first block reads the weights' buffer, which is free only now.
+        o = warpgroup_mma_wait(0, deps=[o])
+    _publish(narrow, top, room.m_second, ring, room, 1)
+    if not EARLY:
+        mbarrier.arrive(ring.empty.index(4), count=1)
+    o = scaled_rows(o, again)
+    _clear_tail(operands.rows, z, bounds.kv_len - key_tile * _TILE - BLOCK, ring, 1)
+    operand = gl.convert_layout(narrow, gl.DotOperandLayout(0, tile.OUTPUT, 2))
+    o = warpgroup_mma(operand, operands.right.index(z + 1), o, is_async=True)
+    o = warpgroup_mma_wait(0, deps=[o])
+    thread_barrier()
+    mbarrier.arrive(ring.empty.index(5), count=1)
+    return State(m=top, l=l, acc=o)
+
+
+@gluon.jit
+def _query_rows(token, count, in_group, tile, LAYOUT: gl.constexpr):
+    """Tokens and heads of a work item's query rows, and which are real; ``[64]`` each.
+
+    The rows are those of ``count`` tokens from ``token`` on, and of heads from ``in_group`` on.
+    """
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)) + opaque_zero()
+    head = in_group + row % tile.TILE_HEADS
+    wanted = (row < count * tile.TILE_HEADS) & (head < tile.GROUP)
+    return token + row // tile.TILE_HEADS, head, wanted
+
+
+@gluon.jit
+def _load_queries(token, count, in_group, walks, query, room, tile, W: gl.constexpr):
+    """Copy the queries of a work item to shared memory; each warp group copies its half.
+
+    No product still reads the previous item's queries: the groups met after its last product, when
+    they exchanged their sums. They meet here once more, or twice over e4m3. ``walks`` is how often
+    they did for earlier items.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
+    tokens, head, wanted = _query_rows(token, count, in_group, tile, LAYOUT)
+    at = query.absorbed_at(tokens, head)[:, None] + (W * HALF + column)[None, :]
+    rotary_at = query.rotary_at(tokens, head)[:, None] + column[None, :]
+    mask = wanted[:, None]
+    # All loads are under way before the first is waited for.
+    p0 = gl.load(at, mask=mask, other=0.0)
+    p1 = gl.load(at + 64, mask=mask, other=0.0)
+    p2 = gl.load(at + 128, mask=mask, other=0.0)
+    p3 = gl.load(at + 192, mask=mask, other=0.0)
+    if W == 0:
+        rotary = gl.load(rotary_at, mask=mask, other=0.0)
+    if tile.E4M3:
+        # fp16 has the range of bf16 only if each row is multiplied by a power of two.
+        most = gl.maximum(_largest(p0, p1), _largest(p2, p3))
+        if W == 0:
+            most = gl.maximum(most, _largest(rotary, rotary))
+        down = _agreed_guard(most, query, room, W)
+        p0 = _in_range(p0, down, tile.DTYPE)
+        p1 = _in_range(p1, down, tile.DTYPE)
+        p2 = _in_range(p2, down, tile.DTYPE)
+        p3 = _in_range(p3, down, tile.DTYPE)
+        if W == 0:
+            rotary = _in_range(rotary, down, tile.DTYPE)
+    boxes = room.q_boxes
+    boxes.index(W * 4).store(p0)
+    boxes.index(W * 4 + 1).store(p1)
+    boxes.index(W * 4 + 2).store(p2)
+    boxes.index(W * 4 + 3).store(p3)
+    if W == 0:
+        room.q_rope.index(0).store(rotary)
+    fence_async_shared()
+    thread_barrier()
+    mbarrier.arrive(room.loaded, count=1)
+    # Over e4m3 the barrier's even phases are of the exchange of maxima.
+    phase = 1 if tile.E4M3 else walks & 1
+    mbarrier.wait(room.loaded, phase)
+
+
+@gluon.jit
+def _largest(a, b):
+    """The largest magnitude of each row in two parts of queries, ``[64]`` fp32."""
+    return gl.max(gl.maximum(gl.abs(a.to(gl.float32)), gl.abs(b.to(gl.float32))), 1)
+
+
+@gluon.jit
+def _in_range(part, down, DTYPE: gl.constexpr):
+    """Rows of queries times a power of two each, in the type of products."""
+    return (part.to(gl.float32) * down[:, None]).to(DTYPE)
+
+
+@gluon.jit
+def _agreed_guard(most, query, room, W: gl.constexpr):
+    """Powers of two by which rows of queries are multiplied, ``[64]`` fp32.
+
+    ``most`` ``[64]`` are the largest magnitudes in the warp group's part of the rows; the other
+    group's come through the memory for maxima, which nobody uses between two items. Warp group 0
+    stores the factors of the rows' products.
+    """
+    ROWS: gl.constexpr = most.type.layout
+    own, other = room.m_first, room.m_second
+    if W == 1:
+        own, other = room.m_second, room.m_first
+    own.store(most)
+    thread_barrier()
+    mbarrier.arrive(room.loaded, count=1)
+    mbarrier.wait(room.loaded, 0)
+    down, up = power_of_two_guard(gl.maximum(most, other.load(ROWS)))
+    if W == 0:
+        factors = up * _cache_scale(room, ROWS) * (query.scale * LOG2E)
+        room.factors.index(opaque_zero()).store(factors)
+    return down
+
+
+@gluon.jit
+def _operands_of(W: gl.constexpr, ring, room, tile):
+    """View the boxes as tiles that warp group W's products read, and as rows, to clear a tail."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q = reinterpret(room.q_boxes, tile.DTYPE, [2, 64, 256], LAYOUT)
+    left = reinterpret(ring.left_boxes, tile.DTYPE, [2, 64, 256], LAYOUT)
+    right = reinterpret(ring.right_boxes, tile.DTYPE, [2, 64, 256], LAYOUT)
+    rope = reinterpret(ring.rope_boxes, tile.DTYPE, [2, 64, 64], LAYOUT)
+    if W == 0:
+        rows = reinterpret(ring.left_boxes, gl.int32, [8 * BLOCK, 32], FLAT)
+    else:
+        rows = reinterpret(ring.right_boxes, gl.int32, [8 * BLOCK, 32], FLAT)
+    return Operands(q=q, q_rope=room.q_rope, left=left, right=right, rope=rope, rows=rows)
+
+
+@gluon.jit
+def _attend(W: gl.constexpr, cut, state, turn, operands, query, bounds, ring, room, tile):
+    """Attend to the tiles of a part, which has at least one.
+
+    ``turn`` is the number of tiles that the program walked before. Returns the state that follows
+    ``state``, and the number of tiles walked so far. The state's sums are over the blocks whose
+    scores warp group W has.
+    """
+    if W == 0:
+        state = _first_block(
+            turn, cut.begin, state, operands, query, bounds, ring, room, tile, True
+        )
+        turn += 1
+        for key_tile in range(cut.begin + 1, cut.high):
+            state = _first_block(
+                turn, key_tile, state, operands, query, bounds, ring, room, tile, False
+            )
+            turn += 1
+        m, l, o = _take_second(
+            opaque_zero(), turn - 1, cut.high - 1, state, operands, ring, room, cut.kv_len,
+            tile.SCORES,
+        )  # fmt: skip
+        o = warpgroup_mma_wait(0, deps=[o])
+        thread_barrier()
+        mbarrier.arrive(ring.empty.index(3), count=1)
+        state = State(m=m, l=l, acc=o)
+    else:
+        for key_tile in range(cut.begin, cut.high):
+            state = _second_block(turn, key_tile, state, operands, query, bounds, ring, room, tile)
+            turn += 1
+    return state, turn
+
+
+@gluon.jit
+def _with_all_sums(W: gl.constexpr, state, walks, room):
+    """Add the other warp group's sums to the state's; both refer to the same maximum.
+
+    ``walks`` is how often the groups exchanged sums before. Returns the state, and how often they
+    have done so now.
+    """
+    room.sums.index(W).store(state.l)
+    thread_barrier()
+    mbarrier.arrive(room.ready.index(2 + W), count=1)
+    mbarrier.wait(room.ready.index(3 - W), walks & 1)
+    walks += 1
+    l = state.l + room.sums.index(1 - W).load(state.l.type.layout)
+    return State(m=state.m, l=l, acc=state.acc), walks
+
+
+@gluon.jit
+def _write_part(W: gl.constexpr, cut, in_group, state, operands, room, plan, out, tile):
+    """Write warp group W's half of a part's output; group 0 also writes the LSE.
+
+    A part that has all keys of its queries is the result. Any other goes to a slot of the program,
+    for :func:`attn.kernels.latent.hopper_wide.fold.fold_cuts_kernel`: the output that the part's
+    keys alone would give, in the output's type, and the LSE in units of log 2.
+
+    This runs once for a work item and waits for its instructions to be fetched, so the code is kept
+    short: rows go through shared memory to threads that write 16 bytes at a time.
+    """
+    ROW: gl.constexpr = gl.SliceLayout(1, tile.OUTPUT)
+    WRITES_LSE: gl.constexpr = out.LSE and W == 0
+    m = gl.convert_layout(state.m, ROW)
+    l = gl.convert_layout(state.l, ROW)
+    some = m > float("-inf")
+    by = 1.0 / gl.where(some, l, 1.0)
+    if tile.E4M3:
+        by *= _cache_scale(room, ROW)
+    # The queries' shared memory is free: the groups met after the last product that reads it.
+    written = (state.acc * by[:, None]).to(out.out_ptr.dtype.element_ty)
+    operands.q.index(W).store(written.to(tile.DTYPE, bitcast=True))
+    # These are loaded once more instead of being kept in registers during the loop.
+    count = gl.load(cut.fields + 2)
+    token = gl.load(cut.fields + 1)
+    is_result = (cut.begin == 0) & (cut.end == gl.load(cut.fields + 6))
+    # A program has two slots: the first for an item that another program began, the second for an
+    # item that goes on in another program.
+    slot = wide(2 * program_number() + gl.where(cut.begin == 0, 1, 0))
+    if is_result:
+        if WRITES_LSE:
+            tokens, head, wanted = _query_rows(token, count, in_group, tile, tile.OUTPUT)
+            write_lse(some, m, l, tokens, head, wanted, out.lse_ptr, out.lse_token)
+    elif W == 0:
+        place = gl.arange(0, 64, layout=ROW) + opaque_zero()
+        lse = gl.where(some, m + gl.log2(l), float("-inf"))
+        gl.store(plan.sums_ptr + slot * tile.USED + place, lse, mask=place < tile.USED)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    tokens, head, wanted = _query_rows(token, count, in_group, tile, LAYOUT)
+    at = tokens.to(gl.int64) * out.out_token + head * out.out_head
+    to = out.out_ptr
+    if not is_result:
+        place = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)) + opaque_zero()
+        at = (slot * tile.USED + place) * (2 * HALF)
+        wanted = place < tile.USED
+        to = plan.states_ptr.to(gl.pointer_type(out.out_ptr.dtype.element_ty), bitcast=True)
+    thread_barrier()
+    # Eight times zero: the compiler has to know that a thread's columns are aligned.
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT)) + 8 * opaque_zero()
+    for i in gl.static_range(4):
+        part = room.q_boxes.index(W * 4 + i).load(LAYOUT)
+        cells = to + at[:, None] + (W * HALF + i * 64 + column)[None, :]
+        gl.store(cells, part.to(out.out_ptr.dtype.element_ty, bitcast=True), mask=wanted[:, None])
+    # The next item's queries come where the output was.
+    thread_barrier()
+
+
+@gluon.jit
+def consume_latents(W: gl.constexpr, query, ring, room, plan, out, tile):
+    """Attend to all parts that the program takes; warp group W has half of the output's columns."""
+    SUMS: gl.constexpr = gl.SliceLayout(1, tile.SCORES)
+    operands = _operands_of(W, ring, room, tile)
+    first_row, begin, past_row, mine, fields = share_at(plan.shares_ptr, plan.HEADS)
+    turn = 0
+    walks = 0
+    for r in range(first_row, past_row):
+        cut = cut_at(r, mine, fields, begin)
+        lane = gl.program_id(0) % plan.HEADS
+        in_group = ((r % plan.HEAD_LOOPS) * plan.HEADS + lane) * tile.TILE_HEADS
+        bounds = causal_bounds(cut.first, cut.kv_len, tile)
+        state = State(
+            m=gl.full([64], float("-inf"), gl.float32, SUMS),
+            l=gl.zeros([64], gl.float32, SUMS),
+            acc=gl.zeros([64, HALF], gl.float32, tile.OUTPUT),
+        )
+        if cut.high > cut.begin:
+            token = gl.load(fields + 1)
+            count = gl.load(fields + 2)
+            _load_queries(token, count, in_group, walks, query, room, tile, W)
+            stamp(plan.sums_ptr, gl.program_id(0) * 16 + 2 + 8 * W)
+            state, turn = _attend(W, cut, state, turn, operands, query, bounds, ring, room, tile)
+            stamp(plan.sums_ptr, gl.program_id(0) * 16 + 3 + 8 * W)
+            state, walks = _with_all_sums(W, state, walks, room)
+        _write_part(W, cut, in_group, state, operands, room, plan, out, tile)
+        stamp(plan.sums_ptr, gl.program_id(0) * 16 + 4 + 8 * W)
+        begin = 0
+        fields = plan.rows_ptr + wide(((r + 1) // plan.HEAD_LOOPS) * FIELDS)
