@@ -5,9 +5,9 @@ would give. A work item may have as many parts as there are programs, of 64 KiB 
 program to arrive folded them, one multiprocessor would read all of them in turn. Here many programs
 fold an item: of two parts a program has some query rows, of many parts one row or half of it.
 
-It runs for two microseconds, so what counts is latency. Every program loads all parts that it folds
-at a time, whole rows of them, before it uses the first; and code is kept short, since each program
-waits for its instructions to be fetched.
+It runs for two microseconds, so latency counts. A program loads whole rows of all parts that it
+folds at a time before it uses the first. Code is kept short, since each program waits for its
+instructions to be fetched.
 """
 
 from __future__ import annotations
