@@ -27,6 +27,7 @@ from builders.dense.choice import (
 )
 from builders.latent.choice import hopper_latent_tile, latent_kernel_of
 from builders.launch.call import KernelCall
+from builders.splitkv import segments
 from builders.splitkv.segments import SEGMENT
 from builders.splitkv.tiles import (
     DenseShape,
@@ -379,6 +380,24 @@ def test_bits_do_not_depend_on_where_programs_begin(
         )
         found.append(outputs((8000,), cache_dtype))
         assert launched.pop().grid == (programs,)
+    for other in found[1:]:
+        assert torch.equal(other, found[0])
+
+
+@pytest.mark.parametrize("cache_dtype", [CacheDType.AUTO, CacheDType.FP8_E4M3])
+def test_bits_do_not_depend_on_who_folds_bundles_of_segment_groups(
+    cache_dtype: CacheDType, launched: list[KernelCall], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a segment in each segment group, 17 of them are three bundles."""
+    monkeypatch.setattr(segments, "SEGMENTS_PER_GROUP", 1)
+    found = []
+    for programs in (1, 2, 7, 17, 30):
+        facts = hopper(programs)
+        monkeypatch.setattr(
+            builders.latent.triton_mla, "device_facts", lambda device, facts=facts: facts
+        )
+        found.append(outputs((8300, 700), cache_dtype))
+        assert launched.pop().arguments["SEGMENT_GROUPS"] == 17
     for other in found[1:]:
         assert torch.equal(other, found[0])
 
