@@ -444,7 +444,7 @@ def _write_part(W: gl.constexpr, cut, in_group, state, operands, room, plan, out
     for :func:`attn.kernels.latent.hopper_wide.fold.fold_cuts_kernel`: the output that the part's
     keys alone would give, in the output's type, and the LSE in units of log 2.
 
-    This runs once for a work item and waits for its instructions to be fetched, so the code is kept
+    This runs once for a work item and waits for its instructions to be fetched. So the code is kept
     short: rows go through shared memory to threads that write 16 bytes at a time.
     """
     ROW: gl.constexpr = gl.SliceLayout(1, tile.OUTPUT)

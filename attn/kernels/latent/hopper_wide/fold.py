@@ -138,8 +138,8 @@ def _fold_share(
         parts = 1 + tl.sum(within, 0)
         first = tl.min(tl.where(within > 0, i, GROUPS), 0)
     if WAITS:
-        # Programs with nothing to fold leave the multiprocessor to others. One waits in any case:
-        # what comes after this kernel relies on the end of the one before it.
+        # Programs with nothing to fold leave the multiprocessor to others. Program 0 always waits:
+        # the next kernel relies on the end of the kernel before this one.
         if is_within | (place == 0):
             gdc_wait()
     if is_within:
