@@ -178,8 +178,9 @@ class HopperDecodeTile:
     """Tiles that take as long as the beginning of a work item. Shares count it, so that programs
     with many short work items end with the others."""
     reads_again: bool = False
-    """Several work items of a request read the same keys at the same time: those of its head tiles,
-    or of a verify whose tokens do not fit one tile."""
+    """Several work items of a request read the same keys at the same time, because its heads or the
+    tokens of a verify take several tiles. Only :mod:`attn.kernels.latent.hopper_wide.kernel` uses
+    it; tiles of other kernels leave it False."""
     consumers: int = 1
     """Warp groups that multiply. With two, each takes every other tile of keys, and their states
     are merged at the end of each segment. Only :mod:`attn.kernels.dense.hopper_decode.kernel` has

@@ -59,10 +59,10 @@ def _fold(
 ):  # fmt: skip
     """Fold and write COLUMNS columns of ROWS query rows of an item, AT_ONCE parts at a time.
 
-    ``unit`` counts such pieces of an item, those of the same rows behind one another. The first
-    part is in the second slot of its program, ``first_slot + 1``; the others are in the first slots
-    of the programs that follow. The scratch of all programs has fewer elements than 32 bits can
-    count, since each has two slots.
+    ``unit`` counts such pieces of an item: first along the columns, then along the rows. The first
+    part is in the second slot of its program, ``first_slot + 1``; the other parts are in the first
+    slots of the programs that follow. The scratch of all programs has fewer elements than 32 bits
+    can count, since each has two slots.
     """
     STRIDE: tl.constexpr = 2 * HEADS * USED
     RUNS: tl.constexpr = _WIDTH // COLUMNS
@@ -112,7 +112,7 @@ def _fold_share(
     HEAD_LOOPS: tl.constexpr, GROUP: tl.constexpr, TILE_HEADS: tl.constexpr, USED: tl.constexpr,
     GROUPS: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    """Fold a program's part of the item in whose middle its share begins, if there is one.
+    """Fold a program's piece of the item in whose middle its share begins, if there is one.
 
     The plan is loaded before the wait for the kernel that attends: that kernel started this one
     only when the plan was there.
@@ -200,8 +200,8 @@ def fold_cuts_kernel(
     """Write output and LSE of work items that are cut; grid ``(groups * HEADS * slices,)``.
 
     A slice is ROWS_OF_TWO query rows. The programs of share ``c`` act if it begins within an item:
-    then they and those of the item's other such shares fold, in this order, the last part of the
-    share that has the item's beginning and the first part of every share that begins within it.
+    then they and the programs of the item's other such shares fold, in this order, the last part of
+    the share that has the item's beginning and the first part of every share that begins within it.
 
     :func:`attn.kernels.latent.hopper_wide.kernel.hopper_mla_kernel` wrote the parts' outputs and
     sums, by the same plan. GROUPS is a power of two, at least ``groups``.

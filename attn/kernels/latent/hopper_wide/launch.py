@@ -60,7 +60,8 @@ def check_serves(
     tokens, wanted = plan.tile.query_tokens, DecodeKernel.HOPPER
     tile, _ = latent_kernel_of(shape, DeviceKind.SM90, block_size, tokens, asks, wanted)
     assert tile is not None
-    # Of the engine's verify the plan has only what fits a tile.
+    # The plan knows the tokens of a tile, not the tokens of the engine's verify, from which
+    # ``reads_again`` follows. So the tile takes it from the plan.
     is_planned(replace(tile, reads_again=plan.hopper.reads_again), plan.hopper, True)
     for name, is_asked in {
         "an output scale": tensors.output_scale is not None,
