@@ -39,7 +39,8 @@ from tests.compile.variants import (
     Variant,
     call_of,
 )
-from tests.tools.sass import merged_exponents, overwritten_operands, undefined_reads
+from tests.tools.llir import mergeable_exponents
+from tests.tools.sass import overwritten_operands, undefined_reads
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 RESULTS: Final = ROOT / "docs/benchmarks"
@@ -119,7 +120,7 @@ class Facts:
     """Reads of uniform registers that some path never wrote; counted for Gluon kernels."""
     overwritten: int = 0
     """Writes to registers that a product of a warp group may still read."""
-    merged_exponents: int = 0
+    mergeable_exponents: int = 0
     """Exponents made of a product and a sum that are rounded once; counted with batch
     invariance."""
     idle_barriers: int = 0
@@ -159,8 +160,8 @@ def misses_of(variant: Variant, target: int, facts: Facts) -> list[str]:
         misses.append(f"{facts.undefined} reads of registers that a path never wrote")
     if facts.overwritten:
         misses.append(f"{facts.overwritten} writes to operands of products under way")
-    if facts.merged_exponents:
-        misses.append(f"{facts.merged_exponents} exponents that another kernel may round twice")
+    if facts.mergeable_exponents:
+        misses.append(f"{facts.mergeable_exponents} exponents that another kernel may round twice")
     if facts.idle_barriers:
         misses.append(f"{facts.idle_barriers} barriers that nobody waits for")
     if facts.packed_additions:
@@ -300,13 +301,15 @@ class Compiler:
             # LLVM made a trap of a kernel that Triton had no tensor memory for.
             return Facts(error="the kernel is a trap")
         products = ptx.count("wgmma.mma_async")
-        reads_code = is_gluon or is_invariant or products
+        reads_code = is_gluon or products
         sass = _disassembled(compiled.asm["cubin"]) if reads_code else ""
         facts = Facts(
             **read,
             undefined=len(undefined_reads(sass)) if is_gluon else 0,
             overwritten=len(overwritten_operands(sass)),
-            merged_exponents=len(merged_exponents(sass)) if is_invariant else 0,
+            mergeable_exponents=(
+                len(mergeable_exponents(compiled.asm["llir"])) if is_invariant else 0
+            ),
             idle_barriers=len(idle_barriers(compiled.asm["ttgir"])),
             packed_additions=packed_additions(ptx),
             shared=compiled.metadata.shared,

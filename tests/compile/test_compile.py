@@ -93,7 +93,7 @@ def test_what_must_be_kept_is_told_from_what_need_not() -> None:
         "2 writes to operands of products under way"
     ]
     assert misses_of(prefill, 90, replace(good, spills=8)) == []
-    assert "exponents" in misses_of(prefill, 90, replace(good, merged_exponents=2))[0]
+    assert "exponents" in misses_of(prefill, 90, replace(good, mergeable_exponents=2))[0]
     assert misses_of(decode, 80, replace(good, asynchronous_copies=0)) == ["no asynchronous copies"]
     assert "stages need 65536" in misses_of(decode, 80, replace(good, shared=65535))[0]
     synchronous = replace(good, asynchronous_copies=0, pipeline=0)

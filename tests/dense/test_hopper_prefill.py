@@ -79,12 +79,20 @@ def _kept(scores: Any, seen: Any) -> Any:
     return gluon_in_numpy.value(np.where(seen, scores, -np.inf).astype(np.float32))
 
 
+def _referred(most: Any, m: Any, factor: Any) -> Any:
+    """New references ``[64, 4]``: the former ones of rows that exceed them by at most 2^8."""
+    largest = (np.asarray(most).max(1, keepdims=True) * np.float32(factor)).astype(np.float32)
+    return gluon_in_numpy.value(np.where(largest - m <= 8, m, largest))
+
+
 IN_REGISTERS: dict[str, Any] = {
     "pack": lambda weights, dtype, tile: weights,
     "unpack": lambda pairs, dtype, tile, layout: pairs.astype(dtype),
     "anew": lambda place, asm: place,
     "computed": lambda sums: sums,
     "_computed": lambda sums: sums,
+    "rescaled": lambda x, factors: x * factors,
+    "referred": _referred,
     "_behind_stores": lambda slot: slot,
     "_up_to": lambda scores, key, last: _kept(scores, key <= last),
     "_within": lambda scores, key, query, window: _kept(

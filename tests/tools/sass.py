@@ -177,31 +177,6 @@ def _next(
     return [*([] if target is None else [target]), *([i + 1] if others else [])]
 
 
-def merged_exponents(sass: str) -> list[str]:
-    """Powers of two whose exponent one instruction made of a product and a sum, rounding once.
-
-    A compiler may merge a product with the sum behind it in one kernel and not in another. Kernels
-    of online softmax then have other bits for the same scores.
-
-    Args:
-        sass: of one kernel, as ``cuobjdump -sass`` prints it.
-    """
-    code = _parsed(sass)
-    joined = {k for i, one in enumerate(code) for k in one.next if k != i + 1}
-    writers: dict[str, str] = {}
-    found = []
-    for i, one in enumerate(code):
-        if i in joined:
-            writers.clear()
-        name, _, rest = re.sub(r"^@\S+\s+", "", one.text).partition(" ")
-        operands = [part.strip(" -|") for part in rest.split(",")]
-        if name.startswith("MUFU.EX2") and writers.get(operands[-1], "").startswith("FFMA"):
-            found.append(one.text)
-        if name.split(".")[0] not in _NO_RESULT:
-            writers[operands[0]] = name
-    return found
-
-
 def overwritten_operands(sass: str) -> list[str]:
     """Writes to registers that a product by warp group reads, on a path that has not waited for it.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.tools.sass import merged_exponents, overwritten_operands, undefined_reads
+from tests.tools.sass import overwritten_operands, undefined_reads
 
 HEAD = "        /*0000*/                   UMOV UR5, 0x2 ;  /* 0x0 */\n"
 
@@ -134,22 +134,3 @@ def test_a_product_is_under_way_over_a_loops_edge() -> None:
     assert overwritten_operands(sass(*lines)) == [write]
     lines = [write, PRODUCT, WAIT, "@P0 BRA 0x10", "EXIT"]
     assert overwritten_operands(sass(*lines)) == []
-
-
-@pytest.mark.parametrize(
-    ("lines", "found"),
-    [
-        (["FFMA R5, R2, UR5, -R4", "MUFU.EX2 R6, R5"], ["MUFU.EX2 R6, R5"]),
-        (["FFMA R5, R2, UR5, -R4", "@P0 MUFU.EX2 R6, -R5"], ["@P0 MUFU.EX2 R6, -R5"]),
-        (["FMUL R5, R2, UR5", "FADD R5, R5, -R4", "MUFU.EX2 R6, R5"], []),
-        (["FFMA R5, R2, UR5, RZ", "FADD R7, R5, -R4", "MUFU.EX2 R6, R7"], []),
-        (["FADD R5, R5, -R4", "FFMA R7, R2, UR5, -R4", "MUFU.EX2 R6, R5"], []),
-    ],
-)
-def test_an_exponent_that_is_rounded_once_is_found(lines: list[str], found: list[str]) -> None:
-    assert merged_exponents(sass(*lines, "EXIT")) == found
-
-
-def test_a_writer_ahead_of_a_join_is_not_known() -> None:
-    lines = ["FFMA R5, R2, UR5, -R4", "@P0 BRA 0x40", "NOP", "MUFU.EX2 R6, R5", "EXIT"]
-    assert merged_exponents(sass(*lines)) == []

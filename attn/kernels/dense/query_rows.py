@@ -148,7 +148,7 @@ def write_rows(
         m, l, shrink = with_sinks(some, m, l, head, wanted, out.sinks_ptr)
         acc = acc * shrink[:, None]
     # The accumulator of a row without keys is zero, and so is its output.
-    result = (acc * v_factor) / tl.where(some, l, 1.0)[:, None]
+    result = acc * (v_factor / tl.where(some, l, 1.0))[:, None]
     offset = at.to(tl.int64) * out.out_token + head * out.out_head
     mask = wanted[:, None] & valid[None, :]
     if out.FP8_OUT:

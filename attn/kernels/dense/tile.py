@@ -16,6 +16,8 @@ from attn.kernels.lang.stored import PLAIN, plane_of
 from builders.splitkv.device.segments import first_visible, segment_of, segment_start
 
 _PLAIN = tl.constexpr(PLAIN)
+_SLACK = tl.constexpr(8.0)
+"""By how much a row's reference may be exceeded, in units of log 2: weights are at most 2^8."""
 
 
 @triton.jit
@@ -368,7 +370,7 @@ def closed_state(state, queries, query, tile):
     """The maxima, in units of log 2, and the sums of a ``state`` whose sums are kept by column."""
     sums = sum_of_columns(state.l, tile.SUMS)
     highest = state.m
-    if query.SIMPLE:
+    if query.SIMPLE and tile.SUMS == 0:
         # Some states are folded in registers, some are stored first: the bits must be the same.
         highest = product(state.m, queries.scale)
     return highest, sums
@@ -448,8 +450,7 @@ def weights_of(scores, m, top, scale, SIMPLE: tl.constexpr, MASK: tl.constexpr):
     """Softmax of one tile of keys, relative to the maxima ``top [ROWS]`` so far.
 
     ``m [ROWS]`` are the maxima without this tile. With SIMPLE, ``scores [ROWS, KV_TILE]`` are still
-    to be multiplied by ``scale [ROWS]``. MASK says that a row may see no key yet. Kernels whose
-    bits must agree all compute weights by this function.
+    to be multiplied by ``scale [ROWS]``. MASK says that a row may see no key yet.
 
     Returns:
         The weights ``[ROWS, KV_TILE]``, and the factor ``[ROWS]`` of sums over earlier tiles.
@@ -468,6 +469,34 @@ def weights_of(scores, m, top, scale, SIMPLE: tl.constexpr, MASK: tl.constexpr):
     weights = tl.exp2(weights)
     alpha = tl.exp2(alpha)
     return weights, alpha
+
+
+@triton.jit
+def referred_weights(scores, m, most, scale, SIMPLE: tl.constexpr, MASK: tl.constexpr):
+    """Softmax of one tile of keys, relative to a reference that seldom changes.
+
+    ``m [ROWS]`` are the references so far, in units of log 2. A row keeps its reference until a
+    score exceeds it by more than 2^8; then the tile's largest score, ``most [ROWS]``, replaces it.
+    So nearly every factor of earlier sums is exactly 1, and a kernel may skip it. SIMPLE and MASK
+    as in :func:`weights_of`. Kernels whose bits must agree all compute weights by this function.
+
+    Returns:
+        The weights ``[ROWS, KV_TILE]``, the factor ``[ROWS]`` of sums over earlier tiles, and the
+        new references.
+    """
+    if SIMPLE:
+        # The reference is this product, rounded: that costs nothing of the weights' accuracy.
+        most = product(most, scale)
+    # Where nothing was seen before, the difference is infinite or no number, and not up to 8.
+    top = tl.where(most - m <= _SLACK, m, most)
+    base = top
+    if MASK:
+        base = tl.where(top == float("-inf"), 0.0, top)
+    if SIMPLE:
+        exponents = tl.fma(scores, scale[:, None], -base[:, None])
+    else:
+        exponents = scores - base[:, None]
+    return tl.exp2(exponents), tl.exp2(m - base), top
 
 
 @triton.jit
@@ -669,8 +698,14 @@ def attend_tiles(
                     total = fold_states(total, highest, sums, state, cache.PLANES)
                 state = _reset(state, cache.PLANES)
                 opens = segment_start(segment_of(opens * tile.UNIT) + 1) // tile.UNIT
-        m = tl.maximum(state.m, tl.max(scores, 1))
-        weights, alpha = weights_of(scores, state.m, m, queries.scale, query.SIMPLE, MASK)
+        most = tl.max(scores, 1)
+        if tile.SUMS > 0:
+            weights, alpha, m = referred_weights(
+                scores, state.m, most, queries.scale, query.SIMPLE, MASK
+            )
+        else:
+            m = tl.maximum(state.m, most)
+            weights, alpha = weights_of(scores, state.m, m, queries.scale, query.SIMPLE, MASK)
         parts = weights
         if cache.INLINE:
             if tile.SUMS > 0:

@@ -487,6 +487,9 @@ class Shape:
     """Layout of outputs ``[64, WIDTH]``."""
     HELD: gl.constexpr
     """bool, the softmax is computed under the output's product."""
+    REFERRED: gl.constexpr
+    """bool, weights are relative to a reference that seldom changes, and not to the maximum so far:
+    a row of more than 128 columns is then seldom multiplied by what its past is worth."""
     EXTRA_OUTPUT: gl.constexpr
     """Layout of outputs ``[64, EXTRA]``; not read unless values have EXTRA columns."""
     ASCENDING: gl.constexpr

@@ -11,6 +11,7 @@ from attn.kernels.dense.hopper_prefill.scheduler import sum_of_own, wide
 from attn.kernels.dense.hopper_prefill.steps import (
     anew,
     awaited,
+    by_row,
     clear_behind,
     computed,
     first_scores,
@@ -18,11 +19,15 @@ from attn.kernels.dense.hopper_prefill.steps import (
     output_of,
     pack,
     part_told,
+    referred_weights,
+    rescaled,
     rows_of,
     scaled,
     scores_of,
+    spread,
     store_rows,
     unpack,
+    unreferred,
 )
 from attn.kernels.lang.constants import LOG2E
 from attn.kernels.lang.masks import biased
@@ -34,7 +39,7 @@ _EDGE, _INNER, _FAR = (gl.constexpr("mov.b32 $0, $1; // " + name) for name in ("
 
 @gluon.jit
 def _softmax(
-    scores, m, l, first_key, rows, kv_len, scaling, mask, MASKED: gl.constexpr,
+    scores, m, l, first_key, rows, kv_len, scaling, mask, shape, MASKED: gl.constexpr,
     FIRST: gl.constexpr = False,
 ):  # fmt: skip
     """Weights of a tile of scores and the row's new maximum, sum and what its past is worth.
@@ -43,6 +48,10 @@ def _softmax(
     ``[64, 4]``, until the row is written. The factor of ``scaling`` turns the maximum (of raw
     scores, or of log2 units under a soft cap) into log2 units. MASKED: a row may not see all of the
     tile's keys, which begin at ``first_key``. FIRST: there is no past.
+
+    REFERRED: in place of the maximum a row has a reference that seldom changes, and what its past
+    is worth is nearly always 1. Both are by thread, see
+    :func:`attn.kernels.dense.hopper_prefill.steps.referred_weights`.
     """
     factor = scaling.factor
     if scaling.SOFT_CAP:
@@ -50,6 +59,20 @@ def _softmax(
         factor = 1.0
     if MASKED:
         scores = masked_tile(scores, first_key, rows, kv_len, mask)
+    if shape.REFERRED:
+        weights, shrink, top = referred_weights(scores, m, factor, scaling.SOFT_CAP, MASKED)
+        sums = sum_of_own(weights)
+        if not FIRST:
+            sums = gl.fma(l, shrink, sums)
+    else:
+        weights, top, sums, shrink = _exact_softmax(scores, m, l, factor, MASKED, FIRST)
+    return weights, top, sums, shrink
+
+
+@gluon.jit
+def _exact_softmax(scores, m, l, factor, MASKED: gl.constexpr, FIRST: gl.constexpr):
+    """The same from scores with their mask, relative to the largest score of a row so far."""
+    if MASKED:
         most = gl.max(scores, 1)
     else:
         # First the larger of each pair of scores: these operations do not wait for each other, and
@@ -104,8 +127,9 @@ def _step(
     if queries.STAGES == 1:
         mbarrier.arrive(queries.empty.index(0), count=1, pred=is_last)
     weights, m, l, shrink = _softmax(
-        scores, m, l, (tile.high - 1 - i) * shape.KV_TILE, rows, tile.kv_len, scaling, mask, MASKED
-    )
+        scores, m, l, (tile.high - 1 - i) * shape.KV_TILE, rows, tile.kv_len, scaling, mask, shape,
+        MASKED,
+    )  # fmt: skip
     if shape.HELD:
         l = computed(l)
     acc, rest = awaited(acc, rest, rings.values, 0)
@@ -115,23 +139,35 @@ def _step(
         if not EARLY:
             rings.keys.give_back(now)
         rings.values.give_back(before)
-    acc = scaled(acc, shrink)
+    acc = _with_factor(acc, shrink, shape)
     if rings.values.EXTRA > 0:
-        rest = scaled(rest, shrink)
+        rest = _with_factor(rest, shrink, shape)
     return acc, rest, pack(weights, shape.VALUE, shape.KV_TILE), m, l
+
+
+@gluon.jit
+def _with_factor(x, shrink, shape):
+    """Rows of an output, each multiplied by what its past is worth."""
+    if shape.REFERRED:
+        x = rescaled(x, spread(shrink, x))
+    else:
+        x = scaled(x, shrink)
+    return x
 
 
 @gluon.jit
 def _write(m, l, acc, rest, tile, scaling, v_factor, out, values, shape):
     """Normalise a warp group's rows of a tile, and write those whose tokens the request has."""
     PACKED: gl.constexpr = shape.PACKED
+    if shape.REFERRED:
+        m = by_row(m, shape)
     SUMS: gl.constexpr = m.type.layout
     row = gl.arange(0, 64, layout=SUMS)
     wanted = row // PACKED < tile.left
     at = (tile.row + row // PACKED).to(gl.int64)
     some = m > float("-inf")
     l = gl.convert_layout(gl.sum(l, 1), SUMS)
-    if not scaling.SOFT_CAP:
+    if not (scaling.SOFT_CAP or shape.REFERRED):
         m = m * scaling.factor
     if out.SINKS:
         sink = gl.load(out.sinks_ptr + tile.head * PACKED + row % PACKED).to(gl.float32) * LOG2E
@@ -179,10 +215,14 @@ def _first_weights(scores, now, tile, queries, keys, scaling, mask, shape):
         is_last = (tile.high > 0) & (tile.high - tile.low == 1)
         mbarrier.arrive(queries.empty.index(0), count=1, pred=is_last)
     rows = rows_of(tile, mask, shape)
-    m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, shape.SCORES))
+    if shape.REFERRED:
+        m = unreferred(scores)
+    else:
+        m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, shape.SCORES))
     weights, m, l, _ = _softmax(
-        scores, m, m, (tile.high - 1) * shape.KV_TILE, rows, tile.kv_len, scaling, mask, True, True
-    )
+        scores, m, m, (tile.high - 1) * shape.KV_TILE, rows, tile.kv_len, scaling, mask, shape,
+        True, True,
+    )  # fmt: skip
     return pack(weights, shape.VALUE, shape.KV_TILE), m, l
 
 

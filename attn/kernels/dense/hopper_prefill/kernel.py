@@ -269,6 +269,7 @@ def hopper_prefill_kernel(
         SCORES=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16]),
         OUTPUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16]),
         HELD=HELD,
+        REFERRED=SIZE > 128 or SEGMENT_UNIT > 0,
         EXTRA_OUTPUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, max(EXTRA, 16), 16]),
         ASCENDING=SEGMENT_UNIT > 0,
     )  # fmt: skip

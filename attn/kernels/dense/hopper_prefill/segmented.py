@@ -15,17 +15,22 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from attn.kernels.dense.hopper_prefill.steps import (
     anew,
     awaited,
+    by_row,
     clear_behind,
     first_scores,
     masked_tile,
     output_of,
     pack,
     part_told,
+    referred_weights,
+    rescaled,
     rows_of,
     scaled,
     scores_of,
+    spread,
     store_rows,
     unpack,
+    unreferred,
 )
 from attn.kernels.dense.query_rows import with_sinks, write_lse
 from attn.kernels.dense.tile import (
@@ -34,10 +39,8 @@ from attn.kernels.dense.tile import (
     halves_of,
     sum_of_columns,
     weighted,
-    weights_of,
 )
 from attn.kernels.lang.masks import biased
-from attn.kernels.lang.numerics import product
 from attn.kernels.lang.opaque import opaque_zero
 from attn.kernels.lang.structures import Folded, KeyRun
 from builders.launch.call import is_by_ptxas_13
@@ -52,26 +55,20 @@ _AT_ONCE = gl.constexpr(32 if is_by_ptxas_13() else 64)
 def _softmax(
     scores, m, first_key, rows, kv_len, scaling, mask, SUMS: gl.constexpr, MASKED: gl.constexpr
 ):
-    """Weights of a tile of scores, the row's new maximum, the sums of the weights in SUMS columns,
-    and what the row's past is worth; ``m`` is the maximum so far.
+    """Weights of a tile of scores, the row's new reference, the sums of the weights in SUMS
+    columns, and what the row's past is worth.
 
-    MASKED: a row may not see all of the tile's keys, which begin at ``first_key``.
+    References, ``m`` so far, and what the past is worth are by thread, see
+    :func:`attn.kernels.dense.hopper_prefill.steps.referred_weights`. MASKED: a row may not see all
+    of the tile's keys, which begin at ``first_key``.
     """
-    SIMPLE: gl.constexpr = not scaling.SOFT_CAP
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SUMS, 16])
     if scaling.SOFT_CAP:
         scores = scores * scaling.factor
         scores = biased(scores, None, None, scaling.soft_cap, True, 0, False, True)
     if MASKED:
         scores = masked_tile(scores, first_key, rows, kv_len, mask)
-        most = gl.max(scores, 1)
-    else:
-        # First the larger of each pair of scores: these operations do not wait for each other.
-        left, right = gl.split(gl.reshape(scores, [scores.shape[0], scores.shape[1] // 2, 2]))
-        most = gl.convert_layout(gl.max(gl.maximum(left, right), 1), m.type.layout)
-    top = gl.maximum(m, most)
-    scale = gl.full([64], scaling.factor, gl.float32, m.type.layout)
-    weights, shrink = weights_of(scores, m, top, scale, SIMPLE, MASKED)
+    weights, shrink, top = referred_weights(scores, m, scaling.factor, scaling.SOFT_CAP, MASKED)
     sums = gl.convert_layout(halved(weights, SUMS), LAYOUT, assert_trivial=True)
     return weights, top, sums, shrink
 
@@ -108,8 +105,7 @@ def _computed(l):
 @gluon.jit
 def _with_sums(l, shrink, sums):
     """Sums of weights by column, with those of the next tile."""
-    own = gl.convert_layout(shrink, gl.SliceLayout(1, l.type.layout))
-    return gl.fma(l, own[:, None].broadcast_to(l.shape[0], l.shape[1]), sums)
+    return gl.fma(l, spread(shrink, l), sums)
 
 
 @gluon.jit
@@ -142,32 +138,56 @@ def _behind_stores(slot):
 
 
 @gluon.jit
-def _cells(x, first, slot, segments, shape):
-    """Pointers to columns from ``first`` on of a slot's rows, laid out as ``x`` is."""
-    WIDTH: gl.constexpr = shape.WIDTH + shape.EXTRA
-    row = gl.arange(0, 64, layout=gl.SliceLayout(1, x.type.layout))
-    column = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))
-    at = segments.states_ptr + slot.to(gl.int64) * (64 * WIDTH)
-    return gl.multiple_of(at, 16) + (row[:, None] * WIDTH + (column + first)[None, :])
+def _by_thread(x):
+    """Outputs ``[64, N]`` as ``[128, N / 2]``, a row for each thread of the warp group."""
+    TILES: gl.constexpr = x.shape[1] // 8
+    # A thread has two columns of every eight, in rows that are eight apart.
+    parts = gl.reshape(x, [4, 2, 8, TILES, 4, 2])
+    return gl.reshape(gl.permute(parts, [0, 2, 4, 3, 1, 5]), [128, TILES * 4])
 
 
 @gluon.jit
-def _stored(x, seen, first, slot, segments, shape):
-    """Outputs in a slot, as many and as laid out as those of ``x``; zeros in rows ``[64]`` that are
-    not ``seen`` there.
+def _by_row(x, like):
+    """What :func:`_by_thread` made of outputs like ``like``, as it was."""
+    TILES: gl.constexpr = like.shape[1] // 8
+    parts = gl.permute(gl.reshape(x, [4, 8, 4, TILES, 2, 2]), [0, 4, 1, 3, 2, 5])
+    rows = gl.reshape(parts, [64, TILES * 8])
+    return gl.convert_layout(rows, like.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def _cells(like, first, slot, segments, shape):
+    """Pointers to columns from ``first`` on of a slot, for outputs like ``like``, by thread.
+
+    Every eight columns are one piece, in which each thread's four numbers lie side by side. As
+    rows, each access of a warp would touch eight lines of memory.
     """
-    seen = gl.convert_layout(seen, gl.SliceLayout(1, x.type.layout))
-    column = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))
-    mask = seen[:, None] & (column >= 0)[None, :]
-    return gl.load(_cells(x, first, slot, segments, shape), mask=mask, other=0.0)
+    WIDTH: gl.constexpr = shape.WIDTH + shape.EXTRA
+    LAYOUT: gl.constexpr = _by_thread(like).type.layout
+    thread = gl.arange(0, 128, layout=gl.SliceLayout(1, LAYOUT))
+    cell = gl.arange(0, like.shape[1] // 2, layout=gl.SliceLayout(0, LAYOUT))
+    at = segments.states_ptr + slot.to(gl.int64) * (64 * WIDTH) + first * 64
+    own = gl.multiple_of(at, 16) + (thread * 4 + opaque_zero() * 4)
+    return own[:, None] + (cell // 4 * 512 + cell % 4)[None, :]
 
 
 @gluon.jit
-def _store(x, wanted, first, slot, segments, shape):
-    """Store outputs in a slot, columns from ``first`` on, if ``wanted``."""
-    column = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))
-    mask = ((column >= 0) & wanted)[None, :]
-    gl.store(_cells(x, first, slot, segments, shape), x, mask=mask)
+def _loaded(like, first, slot, segments, shape):
+    """Outputs in a slot, columns from ``first`` on, as many and laid out as those of ``like``."""
+    return _by_row(gl.load(_cells(like, first, slot, segments, shape)), like)
+
+
+@gluon.jit
+def _stored(like, seen, first, slot, segments, shape):
+    """The same, with zeros in rows ``[64]`` that are not ``seen`` there."""
+    seen = gl.convert_layout(seen, gl.SliceLayout(1, like.type.layout))
+    return gl.where(seen[:, None], _loaded(like, first, slot, segments, shape), 0.0)
+
+
+@gluon.jit
+def _store(x, first, slot, segments, shape):
+    """Store outputs in a slot, columns from ``first`` on."""
+    gl.store(_cells(x, first, slot, segments, shape), _by_thread(x))
 
 
 @gluon.jit
@@ -185,7 +205,7 @@ def _fold_into(old, new_acc, new, first, slot, segments, shape):
     else:
         before = _stored(new_acc, old > 0, first, slot, segments, shape)
         after = _fold_outputs(before, old, new_acc, new)
-        _store(after, True, first, slot, segments, shape)
+        _store(after, first, slot, segments, shape)
 
 
 @gluon.jit
@@ -203,16 +223,15 @@ def _empty(shape, segments):
 
 
 @gluon.jit
-def _closed(m, l, folded, scaling, segments):
+def _closed(m, l, folded, segments, shape):
     """Fold maxima and sums of a segment into those of earlier segments.
 
     Returns:
         The state of all these segments, but for the outputs of the last; and the factors of the
         outputs of earlier segments and of the last.
     """
-    sums = gl.convert_layout(sum_of_columns(l, segments.SUMS), m.type.layout)
-    if not scaling.SOFT_CAP:
-        m = product(m, scaling.factor)
+    sums = gl.convert_layout(sum_of_columns(l, segments.SUMS), folded.m.type.layout)
+    m = by_row(m, shape)
     top, old, new = fold_factors(folded.m, m)
     l = weighted(folded.l, old, sums, new)
     return Folded(m=top, l=l, acc=folded.acc, rest=folded.rest), old, new
@@ -245,15 +264,13 @@ def _move(old, new, like, first, slot, own, segments, shape):
         _move(old, new, left, first, slot, own, segments, shape)
         _move(old, new, right, first + COLUMNS // 2, slot, own, segments, shape)
     else:
-        _fold_into(
-            old, gl.load(_cells(like, first, own, segments, shape)), new, first, slot, segments,
-            shape,
-        )  # fmt: skip
+        stored = _loaded(like, first, own, segments, shape)
+        _fold_into(old, stored, new, first, slot, segments, shape)
 
 
 @gluon.jit
 def _fold_run(
-    acc, old, new, group_old, group_new, total, first, groups, own, more, segments, shape
+    acc, old, new, group_old, group_new, total, first, groups, own, follows, more, segments, shape
 ):  # fmt: skip
     """Fold outputs ``acc`` of a run's last segment into those of its earlier segments, ``total`` or
     the slot ``own``, and those into outputs of earlier segment groups.
@@ -264,18 +281,20 @@ def _fold_run(
         if segments.PER_GROUP > 0:
             slot = groups
             _move(group_old, group_new, acc, first, groups, own, segments, shape)
-        acc = gl.load(_cells(acc, first, slot, segments, shape))
+        acc = _loaded(acc, first, slot, segments, shape)
     else:
         acc = _fold_outputs(total, old, acc, new)
         if segments.PER_GROUP > 0:
-            before = _stored(acc, group_old > 0, first, groups, segments, shape)
-            acc = _fold_outputs(before, group_old, acc, group_new)
-            _store(acc, more, first, groups, segments, shape)
+            if follows:
+                before = _stored(acc, group_old > 0, first, groups, segments, shape)
+                acc = _fold_outputs(before, group_old, acc, group_new)
+            if more:
+                _store(acc, first, groups, segments, shape)
     return acc
 
 
 @gluon.jit
-def _finished(PART: gl.constexpr, acc, rest, m, l, folded, run, scaling, segments, shape):
+def _finished(PART: gl.constexpr, acc, rest, m, l, folded, run, segments, shape):
     """The state over all keys of a tile of queries up to those of a run; ``m``, ``l``, ``acc`` and
     ``rest`` are that of the run's last segment.
 
@@ -284,7 +303,7 @@ def _finished(PART: gl.constexpr, acc, rest, m, l, folded, run, scaling, segment
     groups, own = _slots(PART, shape)
     more = run.high < run.end
     total, total_rest = folded.acc, folded.rest
-    folded, old, new = _closed(m, l, folded, scaling, segments)
+    folded, old, new = _closed(m, l, folded, segments, shape)
     m, l = folded.m, folded.l
     group_old, group_new = old, new
     if segments.PER_GROUP > 0:
@@ -298,12 +317,13 @@ def _finished(PART: gl.constexpr, acc, rest, m, l, folded, run, scaling, segment
         gl.store(at, m, mask=(row >= 0) & more)
         gl.store(at + 64, l, mask=(row >= 0) & more)
     acc = _fold_run(
-        acc, old, new, group_old, group_new, total, 0, groups, own, more, segments, shape
+        acc, old, new, group_old, group_new, total, 0, groups, own, run.follows, more, segments,
+        shape,
     )  # fmt: skip
     if shape.SIZE > shape.WIDTH:
         rest = _fold_run(
-            rest, old, new, group_old, group_new, total_rest, shape.WIDTH, groups, own, more,
-            segments, shape,
+            rest, old, new, group_old, group_new, total_rest, shape.WIDTH, groups, own,
+            run.follows, more, segments, shape,
         )  # fmt: skip
     return m, l, acc, rest
 
@@ -322,10 +342,10 @@ def _step(
     EARLY: gl.constexpr = shape.WIDTH + shape.EXTRA > 64
     OUTPUT: gl.constexpr = shape.OUTPUT
     is_first = number == opens
-    old, new = m, m
+    old, new = folded.m, folded.m
     if is_first:
-        folded, old, new = _closed(m, l, folded, scaling, segments)
-        m = gl.full([64], float("-inf"), gl.float32, m.type.layout)
+        folded, old, new = _closed(m, l, folded, segments, shape)
+        m = gl.full(m.shape, float("-inf"), gl.float32, m.type.layout)
         l = gl.zeros_like(l)
     left = unpack(pairs, shape.VALUE, shape.KV_TILE, gl.DotOperandLayout(0, OUTPUT, 2))
     now = done + number - run.low
@@ -358,9 +378,9 @@ def _step(
         if rings.values.EXTRA > 0:
             rest = gl.zeros_like(rest)
         opens = _behind(number, segments)
-    acc = scaled(acc, shrink)
+    acc = rescaled(acc, spread(shrink, acc))
     if rings.values.EXTRA > 0:
-        rest = scaled(rest, shrink)
+        rest = rescaled(rest, spread(shrink, rest))
     return opens, acc, rest, pack(weights, shape.VALUE, shape.KV_TILE), m, l, folded
 
 
@@ -380,18 +400,18 @@ def _write(m, l, acc, rest, tile, left, out, values, shape):
         acc = scaled(acc, shrink)
         if values.EXTRA > 0:
             rest = scaled(rest, shrink)
-    sums = gl.where(some, l, 1.0)
-    store_rows(_normalised(acc, sums, out), 0, tile, left, out, shape)
+    inverse = 1.0 / gl.where(some, l, 1.0)
+    store_rows(_normalised(acc, inverse, out), 0, tile, left, out, shape)
     if values.EXTRA > 0:
-        store_rows(_normalised(rest, sums, out), shape.WIDTH, tile, left, out, shape)
+        store_rows(_normalised(rest, inverse, out), shape.WIDTH, tile, left, out, shape)
     if out.LSE:
         write_lse(some, m, l, at, head, wanted, out.lse_ptr, out.lse_token)
 
 
 @gluon.jit
-def _normalised(acc, sums, out):
-    """Outputs ``[64, columns]``, divided by the sums of weights ``[64]``."""
-    result = acc / gl.convert_layout(sums, gl.SliceLayout(1, acc.type.layout))[:, None]
+def _normalised(acc, inverse, out):
+    """Outputs ``[64, columns]``, multiplied by one over the sums of weights, ``[64]``."""
+    result = scaled(acc, inverse)
     if out.FP8_OUT:
         result = result / gl.load(out.output_scale_ptr)
     return result
@@ -409,7 +429,7 @@ def _first_weights(scores, now, tile, run, queries, keys, scaling, mask, segment
         is_last = (tile.high > 0) & (run.end - run.low == 1)
         mbarrier.arrive(queries.empty.index(0), count=1, pred=is_last)
     rows = rows_of(tile, mask, shape)
-    m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, shape.SCORES))
+    m = unreferred(scores)
     weights, m, l, _ = _softmax(
         scores, m, run.low * shape.KV_TILE, rows, tile.kv_len, scaling, mask, segments.SUMS, True
     )
@@ -475,7 +495,8 @@ def consume_segments(
             rest = gl.zeros([64, shape.EXTRA], gl.float32, shape.EXTRA_OUTPUT)
         folded = _empty(shape, segments)
         opens = _behind(run.low, segments)
-        place = (turn % queries.STAGES) * shape.WARP_GROUPS + PART
+        # The opaque zero hides an address that would take a uniform register in all three loops.
+        place = (turn % queries.STAGES) * shape.WARP_GROUPS + PART + opaque_zero()
         if mask.WINDOW or mask.CHUNK:
             for i in range(run.low + 1, inner):
                 opens, acc, rest, pairs, m, l, folded = _step(
@@ -522,7 +543,7 @@ def consume_segments(
         if not rings.JOINT:
             rings.values.give_back(before)
         m, l, acc, rest = _finished(
-            PART, acc, rest, m, l, folded, ended, scaling, segments, shape
+            PART, acc, rest, m, l, folded, ended, segments, shape
         )  # fmt: skip
         # A run that others follow writes no row.
         left = gl.where(ended.high == ended.end, finished.left, 0)

@@ -26,6 +26,27 @@ _OWN = gl.constexpr(55)
 of its registers."""
 
 
+_REFERRED = gl.constexpr("""
+{ .reg .pred p, q; .reg .f32 a, b, c, d;
+  fma.rn.f32 a, $2, $6, 0f00000000; fma.rn.f32 b, $3, $7, 0f00000000;
+  sub.rn.f32 c, a, $4; sub.rn.f32 d, b, $5;
+  setp.gtu.f32 p, c, 0f41000000; setp.gtu.or.f32 p, d, 0f41000000, p;
+  vote.sync.any.pred p, p, 0xffffffff;
+  mov.b32 $0, $4; mov.b32 $1, $5;
+  @!p bra.uni KEPT;
+  shfl.sync.bfly.b32 c, a, 2, 31, 0xffffffff; shfl.sync.bfly.b32 d, b, 2, 31, 0xffffffff;
+  max.f32 a, a, c; max.f32 b, b, d;
+  shfl.sync.bfly.b32 c, a, 1, 31, 0xffffffff; shfl.sync.bfly.b32 d, b, 1, 31, 0xffffffff;
+  max.f32 a, a, c; max.f32 b, b, d;
+  sub.rn.f32 c, a, $0; sub.rn.f32 d, b, $1;
+  setp.gtu.f32 p, c, 0f41000000; setp.gtu.f32 q, d, 0f41000000;
+  selp.f32 $0, a, $0, p; selp.f32 $1, b, $1, q;
+KEPT: }
+""")
+"""References of two rows, $0 and $1, from what a thread has of their scores ($2, $3), their former
+references ($4, $5) and factors. 8 is the slack of :mod:`attn.kernels.dense.tile`."""
+
+
 @gluon.jit
 def _up_to(scores, key, last):
     """Scores of keys up to the last, minus infinity for others.
@@ -170,6 +191,108 @@ def awaited(acc, rest, values, LEFT: gl.constexpr):
 def scaled(x, by):
     """Rows of an output, each multiplied by one factor."""
     return x * gl.convert_layout(by, gl.SliceLayout(1, x.type.layout))[:, None]
+
+
+@gluon.constexpr_function
+def _skipping(count: int) -> str:
+    """Multiply ``count`` numbers by as many factors, unless those of the whole warp are 1.
+
+    A thread has results of two rows, of which the third number is of the second.
+    """
+    multiplied = " ".join(f"mul.rn.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count))
+    return (
+        "{ .reg .pred p; "
+        f"setp.neu.f32 p, ${2 * count}, 0f3F800000; "
+        f"setp.neu.or.f32 p, ${2 * count + 2}, 0f3F800000, p; "
+        f"vote.sync.any.pred p, p, 0xffffffff; @!p bra.uni KEPT; {multiplied} KEPT: }}"
+    )
+
+
+@gluon.constexpr_function
+def _skipping_constraints(count: int) -> str:
+    """Results are in the registers of the numbers."""
+    return ",".join(["=&f"] * count + [str(i) for i in range(count)] + ["f"] * count)
+
+
+@gluon.jit
+def rescaled(x, factors):
+    """Rows of an output, each multiplied by one factor: hardly ever, since most are 1."""
+    OWN: gl.constexpr = x.shape[0] * x.shape[1] // 128
+    COUNT: gl.constexpr = OWN if OWN < 64 else 64
+    TEXT: gl.constexpr = _skipping(COUNT)
+    CONSTRAINTS: gl.constexpr = _skipping_constraints(COUNT)
+    return gl.inline_asm_elementwise(
+        TEXT, CONSTRAINTS, [x, factors], dtype=gl.float32, is_pure=False, pack=COUNT
+    )
+
+
+@gluon.jit
+def largest_of_own(x):
+    """The largest of ``[64, columns]`` by thread: ``[64, 4]``, the four threads of a row."""
+    return gl.max(gl.max(gl.reshape(x, [64, x.shape[1] // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def spread(x, like):
+    """Numbers by thread, ``[64, 4]``, for all columns of ``like`` that the thread has."""
+    PARTS: gl.constexpr = like.shape[1] // 8
+    LAYOUT: gl.constexpr = gl.reshape(like, [64, PARTS, 4, 2]).type.layout
+    x = gl.convert_layout(x, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT)), assert_trivial=True)
+    parts = x[:, None, :, None].broadcast_to(64, PARTS, 4, 2)
+    columns = gl.reshape(parts, [64, like.shape[1]])
+    return gl.convert_layout(columns, like.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def referred(most, m, factor):
+    """A row's new reference, see :func:`attn.kernels.dense.tile.referred_weights`, by thread:
+    ``[64, 4]``.
+
+    ``most`` is the largest score of each thread; ``factor`` turns it into units of log 2, those of
+    the references so far, ``m``. Where no thread of a warp exceeds its reference by more than the
+    slack, nothing is exchanged: no row's largest score can exceed it then.
+    """
+    factors = gl.full(most.shape, factor, gl.float32, most.type.layout)
+    m = gl.convert_layout(m, most.type.layout, assert_trivial=True)
+    return gl.inline_asm_elementwise(
+        _REFERRED, "=&f,=&f,f,f,f,f,f,f", [most, m, factors], dtype=gl.float32, is_pure=False,
+        pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def referred_weights(scores, m, factor, SOFT_CAP: gl.constexpr, MASKED: gl.constexpr):
+    """:func:`attn.kernels.dense.tile.referred_weights`, bit for bit, with references and factors by
+    thread, ``[64, 4]``: the four threads of a row have the same.
+
+    With SOFT_CAP, ``factor`` has been applied. MASKED: a row may not see all of the tile's keys.
+    """
+    scale = factor
+    if SOFT_CAP:
+        scale = 1.0
+    top = referred(largest_of_own(scores), m, scale)
+    base = top
+    if MASKED:
+        base = gl.where(top == float("-inf"), 0.0, top)
+    if SOFT_CAP:
+        exponents = scores - spread(base, scores)
+    else:
+        scales = gl.full(scores.shape, scale, gl.float32, scores.type.layout)
+        exponents = gl.fma(scores, scales, -spread(base, scores))
+    return gl.exp2(exponents), gl.exp2(m - base), top
+
+
+@gluon.jit
+def unreferred(scores):
+    """References of rows ``[64, keys]`` of which nothing has been seen, by thread."""
+    LAYOUT: gl.constexpr = largest_of_own(scores).type.layout
+    return gl.full([64, 4], float("-inf"), gl.float32, LAYOUT)
+
+
+@gluon.jit
+def by_row(m, shape):
+    """References by thread, ``[64, 4]``, by row, ``[64]``."""
+    return gl.convert_layout(gl.max(m, 1), gl.SliceLayout(1, shape.SCORES))
 
 
 @gluon.jit
