@@ -476,9 +476,10 @@ def referred_weights(scores, m, most, scale, SIMPLE: tl.constexpr, MASK: tl.cons
     """Softmax of one tile of keys, relative to a reference that seldom changes.
 
     ``m [ROWS]`` are the references so far, in units of log 2. A row keeps its reference until a
-    score exceeds it by more than 2^8; then the tile's largest score, ``most [ROWS]``, replaces it.
-    So nearly every factor of earlier sums is exactly 1, and a kernel may skip it. SIMPLE and MASK
-    as in :func:`weights_of`. Kernels whose bits must agree all compute weights by this function.
+    score exceeds it by more than 8, a factor of 2^8; then the tile's largest score, ``most
+    [ROWS]``, replaces it. So nearly every factor of earlier sums is exactly 1, and a kernel may
+    skip it. SIMPLE and MASK as in :func:`weights_of`. Whether a row keeps its reference depends on
+    its scores alone: kernels whose bits must agree all compute weights this way.
 
     Returns:
         The weights ``[ROWS, KV_TILE]``, the factor ``[ROWS]`` of sums over earlier tiles, and the
@@ -542,7 +543,8 @@ def attend_tiles(
     In tiles with UNIT, without SEGMENTED, a state is closed by the tile that begins the next
     segment, and is folded into ``total``. The last state is left for the caller to fold.
 
-    If the query is SIMPLE, the maxima of ``state`` are those of the unscaled scores.
+    If the query is SIMPLE, the maxima of ``state`` are those of the unscaled scores. In tiles with
+    SUMS they are references instead, see :func:`referred_weights`, in units of log 2.
 
     Args:
         state: a ``State``, over the keys before the run; with SEGMENTED the empty one.

@@ -43,8 +43,10 @@ _REFERRED = gl.constexpr("""
   selp.f32 $0, a, $0, p; selp.f32 $1, b, $1, q;
 KEPT: }
 """)
-"""References of two rows, $0 and $1, from what a thread has of their scores ($2, $3), their former
-references ($4, $5) and factors. 8 is the slack of :mod:`attn.kernels.dense.tile`."""
+"""References of two rows, $0 and $1, from the largest scores that a thread has of them ($2, $3),
+their references so far ($4, $5) and the factors of scores ($6, $7). The threads of a warp exchange
+their largest scores only if one of them exceeds its reference by more than 8, the slack of
+:mod:`attn.kernels.dense.tile`."""
 
 
 @gluon.jit
@@ -195,9 +197,9 @@ def scaled(x, by):
 
 @gluon.constexpr_function
 def _skipping(count: int) -> str:
-    """Multiply ``count`` numbers by as many factors, unless those of the whole warp are 1.
+    """Assembly: multiply ``count`` numbers by as many factors, unless all of the warp's are 1.
 
-    A thread has results of two rows, of which the third number is of the second.
+    A thread's numbers are of two rows; its first one is of the first row, its third of the second.
     """
     multiplied = " ".join(f"mul.rn.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count))
     return (
@@ -210,7 +212,7 @@ def _skipping(count: int) -> str:
 
 @gluon.constexpr_function
 def _skipping_constraints(count: int) -> str:
-    """Results are in the registers of the numbers."""
+    """Its operands: results take the registers of the numbers, which are read and written."""
     return ",".join(["=&f"] * count + [str(i) for i in range(count)] + ["f"] * count)
 
 
@@ -245,12 +247,12 @@ def spread(x, like):
 
 @gluon.jit
 def referred(most, m, factor):
-    """A row's new reference, see :func:`attn.kernels.dense.tile.referred_weights`, by thread:
-    ``[64, 4]``.
+    """Rows' new references by thread, ``[64, 4]``: see
+    :func:`attn.kernels.dense.tile.referred_weights`.
 
     ``most`` is the largest score of each thread; ``factor`` turns it into units of log 2, those of
-    the references so far, ``m``. Where no thread of a warp exceeds its reference by more than the
-    slack, nothing is exchanged: no row's largest score can exceed it then.
+    the references so far, ``m``. Where no thread's largest score exceeds the reference by more than
+    the slack, no row's does.
     """
     factors = gl.full(most.shape, factor, gl.float32, most.type.layout)
     m = gl.convert_layout(m, most.type.layout, assert_trivial=True)
