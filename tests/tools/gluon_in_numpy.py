@@ -322,7 +322,7 @@ def _gather(box: Memory, at: Pointer, mask: Any) -> None:
 
 def _arrive_behind_gathers(full: Barrier, increment_count: bool) -> None:
     assert not increment_count, "the barrier counts threads"
-    gathers, _here.gathers = _here.gathers, []
+    gathers, _here.gathers = getattr(_here, "gathers", []), []
 
     def arrive() -> None:
         for box, found in gathers:

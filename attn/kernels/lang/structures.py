@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from attn.kernels.lang.compat import aggregate
+from attn.kernels.lang.compat import aggregate, arrive_behind_gathers
 from attn.kernels.lang.masks import last_visible, masked, own_range, seen_by_all
 from builders.splitkv.device.segments import first_visible
 
@@ -624,6 +624,9 @@ class TileRing:
     """int, tokens of a tile."""
     RUN: gl.constexpr
     """int, tokens of a box: they lie in one page."""
+    BY_THREAD: gl.constexpr
+    """bool, each thread of a warp group says that it has read a tile; else one thread says so for
+    all, behind a barrier of the group."""
 
     @gluon.jit
     def wait_full(self, turn, there_is=True):
@@ -639,7 +642,12 @@ class TileRing:
     @gluon.jit
     def give_back(self, turn, there_is=True):
         """Say that the tile of that turn has been read, if there is one."""
-        mbarrier.arrive(self.empty.index(turn % self.STAGES), count=1, pred=there_is)
+        if self.BY_THREAD:
+            if there_is:
+                # No gather is under way, so the thread arrives at once.
+                arrive_behind_gathers(self.empty.index(turn % self.STAGES), increment_count=False)
+        else:
+            mbarrier.arrive(self.empty.index(turn % self.STAGES), count=1, pred=there_is)
 
 
 @aggregate

@@ -193,6 +193,9 @@ def hopper_prefill_kernel(
     VALUE: gl.constexpr = gl.float16 if FP16_VALUES else DTYPE
     # Who waits for a tile of queries to be there.
     READERS: gl.constexpr = WARP_GROUPS + 1 if KIND > 0 and WIDTH <= 128 else WARP_GROUPS
+    # How many threads say that a tile of keys or values has been read.
+    BY_THREAD: gl.constexpr = SEGMENT_UNIT > 0
+    READ: gl.constexpr = WARP_GROUPS * 128 if BY_THREAD else WARP_GROUPS
     RUNS: gl.constexpr = KV_TILE // RUN
     BOXES: gl.constexpr = STAGES * HALVES * RUNS
     MORE: gl.constexpr = gl.NVMMASharedLayout(2 * max(EXTRA, 16), 16, 2)
@@ -254,9 +257,9 @@ def hopper_prefill_kernel(
     for s in gl.static_range(STAGES):
         mbarrier.init(k_full.index(s), count=1)
         mbarrier.init(v_full.index(s), count=1)
-        mbarrier.init(k_empty.index(s), count=WARP_GROUPS)
+        mbarrier.init(k_empty.index(s), count=READ)
         if not JOINT:
-            mbarrier.init(v_empty.index(s), count=WARP_GROUPS)
+            mbarrier.init(v_empty.index(s), count=READ)
     k_words, v_words = k_tiles, v_tiles
     if KIND > 0:
         WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
@@ -282,12 +285,13 @@ def hopper_prefill_kernel(
         extra_desc=k_extra_desc, boxes=k_boxes, extra_boxes=k_more, tiles=k_tiles,
         extra_tiles=k_extra, runs=k_boxes, extra_runs=k_boxes, words=k_words, full=k_full,
         empty=k_empty, STAGES=STAGES, HALVES=HALVES, EXTRA=EXTRA, KV_TILE=KV_TILE, RUN=RUN,
+        BY_THREAD=BY_THREAD,
     )  # fmt: skip
     values = TileRing(
         extra_desc=v_extra_desc, boxes=v_boxes, extra_boxes=v_more, tiles=v_tiles,
         extra_tiles=v_extra, runs=v_runs, extra_runs=v_more_runs, words=v_words, full=v_full,
         empty=k_empty if JOINT else v_empty, STAGES=STAGES, HALVES=HALVES, EXTRA=VALUE_EXTRA,
-        KV_TILE=KV_TILE, RUN=RUN,
+        KV_TILE=KV_TILE, RUN=RUN, BY_THREAD=BY_THREAD,
     )  # fmt: skip
     rings = Rings(keys=keys, values=values, cleared=cleared, JOINT=JOINT)
     segments = Segments(

@@ -378,6 +378,9 @@ def _step(
         if rings.values.EXTRA > 0:
             rest = gl.zeros_like(rest)
         opens = _behind(number, segments)
+    if not segments.STORED:
+        # A segment that begins has nothing to multiply. Stored states leave no register for this.
+        shrink = gl.where(is_first, 1.0, shrink)
     acc = rescaled(acc, spread(shrink, acc))
     if rings.values.EXTRA > 0:
         rest = rescaled(rest, spread(shrink, rest))
