@@ -200,6 +200,12 @@ def _nothing_before(low: Any, tile: Any, follows: Any, parts: Any) -> Any:
     return type("Run", (made,), {"end": tile.high, "follows": gluon_in_numpy.value(False)})
 
 
+def _maxima(most: Any, m: Any, factor: Any) -> Any:
+    """Rows' maxima so far, by thread, where references are wanted."""
+    largest = (np.asarray(most).max(1, keepdims=True) * np.float32(factor)).astype(np.float32)
+    return gluon_in_numpy.value(np.maximum(m, largest))
+
+
 @pytest.mark.parametrize(
     "instead",
     [
@@ -207,13 +213,61 @@ def _nothing_before(low: Any, tile: Any, follows: Any, parts: Any) -> Any:
         {"_behind": _half_a_segment},
         {"_run_from": _nothing_before},
         {"_clear_tail": lambda *_: None},
+        {"referred": _maxima},
     ],
     indirect=True,
-    ids=["forgets segments", "short segments", "forgets groups", "values that nobody wrote"],
+    ids=[
+        "forgets segments",
+        "short segments",
+        "forgets groups",
+        "values that nobody wrote",
+        "maxima for references",
+    ],
 )
 def test_faults_show(launched: list[KernelCall]) -> None:
     portable, prompt = both(LAYERS["causal"])
     assert differing(portable.rows(0, 150), prompt.rows(0, 150)) != 0
+    assert launched
+
+
+# -- References of weights.
+
+
+def _with_rising_scores(prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give a prompt keys whose scores rise by 5.5 in a tile of 128, in units of log 2.
+
+    So references are exceeded, are kept for a tile, and are then replaced.
+
+    Returns:
+        Keys and values, ``[keys, 64]`` float64, of the only KV head.
+    """
+    setup, dtype = prompt.setup, prompt.setup.dtype.torch
+    key = prompt._normal(setup.keys, 1, 64) * 0.02
+    key[:, 0, 0] = 0.03 * torch.arange(setup.keys, dtype=torch.float32).to(dtype)
+    value = prompt._normal(setup.keys, 1, 64)
+    slots = (prompt.table[0, :, None].long() * 16 + torch.arange(16)).ravel()[: setup.keys]
+    prompt.impl.do_kv_cache_update(prompt.layer, key, value, prompt.cache, slots)
+    prompt.query[:] = 0
+    prompt.query[..., 0] = 8
+    return key[:, 0].double(), value[:, 0].double()
+
+
+def test_scores_may_rise_from_tile_to_tile(launched: list[KernelCall]) -> None:
+    portable, prompt = both(replace(SMALL, keys=1300, queries=70))
+    key, value = _with_rising_scores(prompt)
+    portable.cache.copy_(prompt.cache)
+    portable.query.copy_(prompt.query)
+    found, lse = prompt.rows(0, 70)
+    assert differing(portable.rows(0, 70), (found, lse)) == 0
+    assert differing(portable.in_chunks(1, 66), part((found, lse), 66, 70)) == 0
+    scores = prompt.query[:, 0].double() @ key.T * 64**-0.5
+    seen = torch.arange(1300)[None] <= torch.arange(1230, 1300)[:, None]
+    scores = scores.masked_fill(~seen, -torch.inf)
+    expected = scores.softmax(-1) @ value
+    for head in range(2):
+        error = (found[:, head].double() - expected).norm() / expected.norm()
+        assert error < 2e-3
+        torch.testing.assert_close(lse[:, head].double(), scores.logsumexp(-1), rtol=1e-5, atol=0)
     assert launched
 
 
