@@ -3,7 +3,7 @@
 A warp group owns 64 query rows, as in :mod:`attn.kernels.dense.hopper_prefill.consumer`, but walks
 keys from the first visible one up, in that kernel's tiles. Where a tile begins a segment, the state
 of the segment before it is folded into the one of earlier segments, as there, and the next one
-starts empty. Weights, sums and folds are computed by the functions of the portable kernels.
+starts empty. The portable kernels' own functions compute sums and folds; weights have their bits.
 """
 
 from __future__ import annotations
