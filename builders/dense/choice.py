@@ -253,16 +253,16 @@ def _segmented_tile(packed: int, run: int, kv_tile: int, width: int, extra: int)
         width: columns of the first product.
         extra: columns of the second product, or 0.
     """
-    # ptxas 13 keeps more values in registers.
+    # ptxas 13 keeps more values in registers, and so gets all there are.
     stores = width + extra > (64 if is_by_ptxas_13() else 128)
+    registers = 232 if stores and not is_by_ptxas_13() else 240
     # Queries of narrow heads leave room for those of the next tile.
     query_stages = 2 if width + extra <= 128 else 1
     room = 216 * 1024 - query_stages * 256 * (width + extra)
     stages = min(room // (4 * kv_tile * (width + extra)), 6)
     return HopperTile(
-        packed, 2, kv_tile, width, min(run, kv_tile), query_stages, stages, 232 if stores else 240,
-        extra, stores,
-    )  # fmt: skip
+        packed, 2, kv_tile, width, min(run, kv_tile), query_stages, stages, registers, extra, stores
+    )
 
 
 def segmented_prefill_of(
