@@ -71,7 +71,7 @@ def _softmax(
 
 @gluon.jit
 def _exact_softmax(scores, m, l, factor, MASKED: gl.constexpr, FIRST: gl.constexpr):
-    """The same from scores with their mask, relative to the largest score of a row so far."""
+    """Softmax of masked scores, relative to the largest score of each row so far."""
     if MASKED:
         most = gl.max(scores, 1)
     else:

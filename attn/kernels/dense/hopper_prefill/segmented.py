@@ -179,7 +179,7 @@ def _loaded(like, first, slot, segments, shape):
 
 @gluon.jit
 def _stored(like, seen, first, slot, segments, shape):
-    """The same, with zeros in rows ``[64]`` that are not ``seen`` there."""
+    """Outputs in a slot as :func:`_loaded` gives them, zeros in rows not ``seen``, ``[64]``."""
     seen = gl.convert_layout(seen, gl.SliceLayout(1, like.type.layout))
     return gl.where(seen[:, None], _loaded(like, first, slot, segments, shape), 0.0)
 

@@ -293,7 +293,7 @@ def unreferred(scores):
 
 @gluon.jit
 def by_row(m, shape):
-    """References by thread, ``[64, 4]``, by row, ``[64]``."""
+    """References by row, ``[64]``, from references by thread, ``[64, 4]``."""
     return gl.convert_layout(gl.max(m, 1), gl.SliceLayout(1, shape.SCORES))
 
 
