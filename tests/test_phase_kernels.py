@@ -68,9 +68,8 @@ DECODES_ON_HOPPER = Kernels.own(PrefillKernel.AUTO, DecodeKernel.HOPPER)
         (FULL, {"kernels": PORTABLE}, NEITHER),
         (FULL, {"kernels": MIXED}, {"decode": "hopper", "prefill": "triton"}),
         # With batch invariance both phases have the portable split-KV kernel's bits.
-        (FULL, {"batch_invariant": True}, {"decode": "triton", "prefill": "hopper"}),
+        (FULL, {"batch_invariant": True}, BOTH),
         (FULL, {"batch_invariant": True, "kernels": PORTABLE}, NEITHER),
-        # The Hopper split-KV kernel takes every row then.
         (FULL, {"batch_invariant": True, "kernels": DECODES_ON_HOPPER}, BOTH),
         (ENCODER, {}, {"prefill": "hopper"}),
     ],

@@ -6,7 +6,7 @@ the layers' specs only; a launcher also knows what a layer's tensors show.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from builders.launch.call import is_by_ptxas_13
@@ -63,6 +63,9 @@ class LayerRequirements:
     kv_tile: int | None = None
     """Keys of the split-KV kernel's tiles, whose bits the Hopper prefill kernel's rows are to have;
     read with ``batch_invariant``, where None says that no prompt has a kernel of its own."""
+    split: SplitTile | None = None
+    """Tile of the split-KV kernel whose bits a request's rows are to have, whichever kernel takes
+    them; read with ``batch_invariant``, where None says that no prompt has a kernel of its own."""
     is_local: bool = False
     """Queries see a window or a chunk only."""
     dcp: bool = False
@@ -270,7 +273,6 @@ def segmented_prefill_of(
     gpu: GpuFacts,
     split: SplitTile,
     asks: LayerRequirements,
-    wanted: DecodeKernel,
 ) -> PrefillTile | str:
     """The prefill kernel's tile in a batch-invariant engine, or why every row is a decode's.
 
@@ -283,10 +285,7 @@ def segmented_prefill_of(
         gpu: the GPU that runs the layer.
         split: the portable split-KV kernel's tile.
         asks: the layer's other requirements, as far as they are known.
-        wanted: the engine's setting ``kernels.dense.decode``.
     """
-    if wanted is DecodeKernel.HOPPER:
-        return "kernels.dense.decode is 'hopper', whose bits no prefill kernel has"
     if gpu.kind not in ONE_PRODUCT:
         return (
             f"on {gpu.kind.value} products of small and of large tiles may round in another order"
@@ -356,12 +355,11 @@ def _measured_slower(shape: DenseShape, tile: SplitTile, asks: LayerRequirements
 
     None for layers where it was faster. docs/notebook/decode.md has the times of both kernels.
     """
-    if asks.batch_invariant:
-        # A tile then has room for 16 tokens, of which a decode uses one, and this kernel also takes
-        # prompts. Where it measured faster than the portable kernel in that mode, prompts now have
-        # a kernel of their own, see segmented_prefill_of.
-        return f"batch invariance and tiles of {tile.rows} rows"
     used = tile.tile_heads * tile.query_tokens
+    if asks.batch_invariant:
+        # At head size 256 both kernels took the same time. More than 16 rows were measured at 128.
+        is_faster = shape.width == 128 or (used <= 16 and shape.width < 128)
+        return None if is_faster else f"batch invariance and head size {shape.head_size}"
     if shape.head_size == 64 and used <= 32:
         # With up to 16 query rows it was faster in some batches and slower in others. It multiplies
         # 17 to 32 rows as 64, while the portable kernel has tiles of 32.
@@ -413,6 +411,10 @@ def hopper_decode_tile(
     # At head size 256, two states of 64 rows do not fit a thread's registers. A cache of e4m3 is
     # dequantised in registers, while products of 64 rows read their keys from shared memory.
     most_rows = 16 if shape.width == 256 or is_e4m3 else 64
+    if asks.batch_invariant:
+        if asks.split is None:
+            return "batch invariance, for which every row has a tile of the portable kernel's"
+        return _invariant_decode_tile(shape, asks.split, most_rows, block_size)
     head_tiles = cdiv(shape.group, most_rows)
     tile_heads = cdiv(shape.group, head_tiles)
     if tile_heads * max_query_len > most_rows:
@@ -420,7 +422,7 @@ def hopper_decode_tile(
             f"a tile of {tile_heads} query heads and {max_query_len} query tokens has more than "
             f"{most_rows} rows"
         )
-    query_tokens = min(most_rows // tile_heads, 16 if asks.batch_invariant else max_query_len)
+    query_tokens = min(most_rows // tile_heads, max_query_len)
     used = tile_heads * query_tokens
     # Tiles of 16 rows have 64 KiB of 16-bit keys and values in a stage (32 KiB at head size 64),
     # since each tile costs barriers. Fewer keys where a thread holds two states of 64 rows already.
@@ -446,6 +448,37 @@ def hopper_decode_tile(
         HOPPER_RING // stage,
         consumers=_consumers(shape, used),
     )
+
+
+def _invariant_decode_tile(
+    shape: DenseShape, split: SplitTile, most_rows: int, block_size: int
+) -> HopperDecodeTile | str:
+    """The Hopper split-KV kernel's tile where its rows have the bits of the portable kernel's.
+
+    It has the portable tile's heads, tokens and keys, and one consumer, since two would have
+    maxima and sums of their own. With up to 16 rows, two programs share a multiprocessor instead:
+    decodes then took 1.00 to 1.02 of the default's time on an H200, and 1.02 to 1.10 one by one.
+
+    Args:
+        shape: the layer.
+        split: the portable kernel's tile.
+        most_rows: rows of a tile at most.
+        block_size: tokens of a page.
+    """
+    used = split.tile_heads * split.query_tokens
+    if used > most_rows:
+        return f"batch invariance and tiles of {used} query rows, more than {most_rows}"
+    if used > 16:
+        tile = replace(split, rows=64, programs_per_sm=1)
+    elif split.sums_apart < min(32, split.kv_tile):
+        return f"batch invariance and {split.sums_apart} sums of weights in a row"
+    else:
+        # A single consumer that waits for its own softmax would leave the multiprocessor idle.
+        # Two of 256 columns would spill.
+        tile = replace(split, rows=16, programs_per_sm=1 if shape.width > 128 else 2)
+    stage = 2 * split.kv_tile * shape.width * shape.stored_bits // 8
+    stages = HOPPER_RING // (stage * tile.programs_per_sm)
+    return HopperDecodeTile(tile, min(block_size & -block_size, split.kv_tile), stages)
 
 
 def _consumers(shape: DenseShape, used: int) -> int:

@@ -154,13 +154,12 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         tokens = config.max_decode_query_len
         if config.batch_invariant and not self.is_encoder and not depends_on_batch:
             split = split_tile(self.shape, self.gpu, tokens, self._limits.window)
-            wanted = config.kernels.dense.decode
-            found = segmented_prefill_of(self.shape, self.gpu, split, asks, wanted)
+            found = segmented_prefill_of(self.shape, self.gpu, split, asks)
             if not isinstance(found, str):
-                segmented, asks = found, replace(asks, kv_tile=found.kv_tile)
+                segmented, asks = found, replace(asks, kv_tile=found.kv_tile, split=split)
         hopper_decode = None
-        if segmented is None and not depends_on_batch:
-            hopper_decode = self._hopper_decode_tile()
+        if not depends_on_batch:
+            hopper_decode = self._hopper_decode_tile(asks)
         options = PlannerOptions(
             every_row=config.batch_invariant and not self.is_encoder and segmented is None,
             segmented=segmented,
@@ -196,7 +195,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             return None
         return prefill_kernel_of(self.shape, self.gpu.kind, self._page, asks, wanted)[0]
 
-    def _hopper_decode_tile(self) -> HopperDecodeTile | None:
+    def _hopper_decode_tile(self, asks: LayerRequirements) -> HopperDecodeTile | None:
         """The Hopper split-KV kernel's tile; None if layers of this group do not take it."""
         config = self.vllm_config
         wanted, tokens = config.kernels.dense.decode, config.max_decode_query_len
@@ -204,7 +203,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             return None
         # There is one plan for all layers. If the engine has R-SWA, steps will go to the portable
         # kernel, so the plan is not made for the Hopper kernel.
-        asks = replace(self._asks(), rswa=config.rswa_window is not None)
+        asks = replace(asks, rswa=config.rswa_window is not None)
         return decode_kernel_of(self.shape, self.gpu.kind, self._page, tokens, asks, wanted)[0]
 
     def _dequantised_pages(self) -> DequantisedPages | None:

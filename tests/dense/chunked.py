@@ -16,7 +16,7 @@ from attn.backends.triton_attn import TritonAttentionBackend
 from attn.testing.batches import Layer
 from builders.batch import CommonAttentionMetadata
 from specs.dtypes import CacheDType, DType
-from specs.engine import EngineConfig, Kernels, PrefillKernel, SpeculativeConfig
+from specs.engine import DecodeKernel, EngineConfig, Kernels, PrefillKernel, SpeculativeConfig
 from specs.kv_cache import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
 BLOCK = 16
@@ -49,6 +49,8 @@ class Setup:
     """Most tokens of other requests in a step."""
     prefill: PrefillKernel = PrefillKernel.AUTO
     """The engine's choice of the kernel for prompts."""
+    decode: DecodeKernel = DecodeKernel.AUTO
+    """The engine's choice of the kernel for decodes."""
 
 
 class Prompt:
@@ -78,7 +80,7 @@ class Prompt:
             num_heads=heads,
             speculative=SpeculativeConfig(num_speculative_tokens=DRAFTS),
             batch_invariant=True,
-            kernels=Kernels.own(setup.prefill),
+            kernels=Kernels.own(setup.prefill, setup.decode),
         )
         one = torch.ones((), device=device)
         # No powers of two, which would round nothing.

@@ -34,6 +34,7 @@ from builders.splitkv.segments import SEGMENT
 from builders.splitkv.tiles import (
     DenseShape,
     HopperDecodeTile,
+    split_tile,
 )
 from specs.devices import KNOWN_DEVICES, DeviceKind
 from specs.dtypes import CacheDType, DType
@@ -87,9 +88,13 @@ def test_boxes_of_a_tile_are_whole_and_so_are_tiles_of_a_segment() -> None:
     for group, size, block_size in product(groups, sizes, (16, 48, 64, 128, 256, 528, 1072)):
         shape = DenseShape(group * 2, 2, size, size, 2, 16)
         width = shape.width
-        for every_row in (False, True):
-            asks = LayerRequirements(batch_invariant=every_row)
+        gpu = KNOWN_DEVICES["h100"].facts
+        for is_invariant in (False, True):
+            asks = LayerRequirements(is_invariant, split=split_tile(shape, gpu, 1))
             tile = hopper_decode_tile(shape, DeviceKind.SM90, block_size, 1, asks)
+            if is_invariant and width == 256 and min(group, 32) > 16:
+                assert isinstance(tile, str)
+                continue
             assert isinstance(tile, HopperDecodeTile)
             split = tile.split
             assert split.kv_tile % tile.run == 0
@@ -98,17 +103,18 @@ def test_boxes_of_a_tile_are_whole_and_so_are_tiles_of_a_segment() -> None:
             assert split.tile_heads * split.head_tiles >= group
             assert split.tile_heads * split.query_tokens <= split.rows
             assert split.rows == 16 or (split.rows == 64 and width < 256)
-            if not every_row:
-                assert split.query_tokens == 1
-            loaded, ring = (tile.num_stages * 2 * split.kv_tile * n * 2 for n in (size, width))
+            assert split.query_tokens == 1
+            stages = tile.num_stages * split.programs_per_sm
+            loaded, ring = (stages * 2 * split.kv_tile * n * 2 for n in (size, width))
             assert HOPPER_RING // 2 < loaded <= HOPPER_RING
             assert size < width or ring == HOPPER_RING
             # Beside the ring, shared memory holds both consumers' queries and the mailbox's state.
             beside = 8 * split.rows * width if tile.consumers > 1 else 0
-            assert ring + beside + 10240 <= KNOWN_DEVICES["h100"].facts.shared_memory
-            # A launcher knows only the plan's tokens, which must give the same tile.
-            tokens = split.query_tokens
-            assert hopper_decode_tile(shape, DeviceKind.SM90, block_size, tokens) == tile
+            assert ring + beside + 10240 * split.programs_per_sm <= gpu.shared_memory
+            if not is_invariant:
+                # A launcher knows only the plan's tokens, which must give the same tile.
+                tokens = split.query_tokens
+                assert hopper_decode_tile(shape, DeviceKind.SM90, block_size, tokens) == tile
     assert KNOWN_DEVICES["h100"].facts.shared_memory > HOPPER_RING
 
 
@@ -184,15 +190,16 @@ def kernel_of(layer: Layer, decode: DecodeKernel = DecodeKernel.AUTO, **given: A
         (Layer(heads=(8, 1, 64), drafts=3), PLAIN),
         (Layer(heads=(8, 1, 64), drafts=4), HOPPER),
         (replace(FEW_HEADS, drafts=3), HOPPER),
-        (replace(FEW_HEADS, batch_invariant=True), PLAIN),
+        (replace(FEW_HEADS, batch_invariant=True), HOPPER),
+        (Layer(heads=(16, 8, 256), batch_invariant=True), PLAIN),
         (Layer(heads=(8, 1, 64), drafts=7, window=128), PLAIN),
         (replace(FEW_HEADS, window=128), HOPPER),
         (replace(FEW_HEADS, window=128, drafts=3), PLAIN),
-        (replace(FEW_HEADS, window=128, batch_invariant=True), PLAIN),
+        (replace(FEW_HEADS, window=128, batch_invariant=True), HOPPER),
         (replace(FEW_HEADS, chunk=64), HOPPER),
         (replace(FEW_HEADS, cache=variants._FP8), HOPPER),
         (replace(FEW_HEADS, cache=variants._FP8, window=128), HOPPER),
-        (replace(FEW_HEADS, cache=variants._FP8, batch_invariant=True), PLAIN),
+        (replace(FEW_HEADS, cache=variants._FP8, batch_invariant=True), HOPPER),
         (replace(FEW_HEADS, cache=variants._INT8), PLAIN),
         (replace(FEW_HEADS, cache=CacheDType.FLOAT16), PLAIN),
         (replace(FEW_HEADS, dtype=DType.FLOAT32), PLAIN),

@@ -27,7 +27,7 @@ from builders.splitkv.record import PrefillPlan
 from builders.splitkv.tiles import DenseShape, segmented_tile, split_tile
 from specs.devices import DeviceKind
 from specs.dtypes import CacheDType, DType
-from specs.engine import DecodeKernel, EngineConfig, Kernels, PrefillKernel
+from specs.engine import EngineConfig, Kernels, PrefillKernel
 from specs.kv_cache import FullAttentionSpec
 from tests.dense.chunked import Prompt, Rows, Setup, differing, products_in_order
 from tests.tools.gpus import hopper
@@ -249,7 +249,7 @@ def test_prompts_have_the_key_tile_of_decodes(size: int, bits: int) -> None:
     shape = replace(SHAPE, head_size=size, head_size_v=size, stored_bits=bits)
     tile = split_tile(shape, hopper(132), 4)
     asks = ASKED if bits == 16 else replace(ASKED, cache_dtype=CacheDType.FP8)
-    found = segmented_prefill_of(shape, hopper(132), tile, asks, DecodeKernel.AUTO)
+    found = segmented_prefill_of(shape, hopper(132), tile, asks)
     assert not isinstance(found, str)
     assert found.kv_tile == tile.kv_tile
 
@@ -294,33 +294,30 @@ def test_decodes_over_an_fp8_cache_have_the_defaults_tile_and_plan() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "kind", "asks", "wanted", "said"),
+    ("shape", "kind", "asks", "said"),
     [
-        (SHAPE, DeviceKind.ROCM, ASKED, DecodeKernel.AUTO, "on rocm products"),
-        (SHAPE, DeviceKind.SM100, ASKED, DecodeKernel.AUTO, "on sm100 products"),
-        (SHAPE, DeviceKind.SM90, ASKED, DecodeKernel.HOPPER, "whose bits no prefill kernel has"),
-        (replace(SHAPE, itemsize=4), DeviceKind.SM90, ASKED, DecodeKernel.AUTO, "4 bytes"),
-        (replace(SHAPE, stored_bits=4), DeviceKind.SM90, ASKED, DecodeKernel.AUTO, "4 bits"),
+        (SHAPE, DeviceKind.ROCM, ASKED, "on rocm products"),
+        (SHAPE, DeviceKind.SM100, ASKED, "on sm100 products"),
+        (replace(SHAPE, itemsize=4), DeviceKind.SM90, ASKED, "4 bytes"),
+        (replace(SHAPE, stored_bits=4), DeviceKind.SM90, ASKED, "4 bits"),
         (
             replace(SHAPE, head_size=512, head_size_v=512),
             DeviceKind.SM90,
             ASKED,
-            DecodeKernel.AUTO,
             "head size 512",
         ),
         (
             SHAPE,
             DeviceKind.SM90,
             replace(ASKED, query=DType.FLOAT16, cache_dtype=CacheDType.BFLOAT16),
-            DecodeKernel.AUTO,
             "the cache's elements are",
         ),
     ],
 )
 def test_layers_whose_prompts_are_taken_as_decodes_are(
-    shape: DenseShape, kind: DeviceKind, asks: LayerRequirements, wanted: DecodeKernel, said: str
+    shape: DenseShape, kind: DeviceKind, asks: LayerRequirements, said: str
 ) -> None:
     gpu = replace(hopper(132), kind=kind)
-    found = segmented_prefill_of(shape, gpu, split_tile(SHAPE, gpu, 1), asks, wanted)
+    found = segmented_prefill_of(shape, gpu, split_tile(SHAPE, gpu, 1), asks)
     assert isinstance(found, str)
     assert said in found

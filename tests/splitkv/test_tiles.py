@@ -162,6 +162,13 @@ SHARD = DenseShape(8, 1, 128, 128, 2, 16)
 WIDE = DenseShape(16, 8, 256, 256, 2, 16)
 
 
+def invariant(shape: DenseShape, tokens: int = 1) -> LayerRequirements:
+    """What a layer of a batch-invariant engine asks for."""
+    cache = CacheDType.FP8 if shape.stored_bits == 8 else CacheDType.AUTO
+    split = split_tile(shape, HOPPER, tokens)
+    return replace(ASKED, cache_dtype=cache, batch_invariant=True, split=split)
+
+
 def decode_of(
     shape: DenseShape,
     wanted: DecodeKernel = DecodeKernel.AUTO,
@@ -204,14 +211,21 @@ def test_hopper_gets_its_split_kv_kernel_and_nothing_else_does(kind: DeviceKind)
         ),
         (replace(SHARD, head_size=64, head_size_v=64), 8, ASKED, None),
         (SHARD, 4, ASKED, None),
-        (SHARD, 1, replace(ASKED, batch_invariant=True), "batch invariance and tiles of 64 rows"),
-        (
-            replace(SHARD, num_kv_heads=8),
-            1,
-            replace(ASKED, batch_invariant=True),
-            "batch invariance and tiles of 16 rows",
+        *(
+            (shape, tokens, invariant(shape, tokens), slower)
+            for shape, tokens, slower in (
+                (SHARD, 1, None),
+                (SHARD, 8, None),
+                (replace(SHARD, head_size=64, head_size_v=64), 1, None),
+                (
+                    replace(SHARD, head_size=64, head_size_v=64),
+                    4,
+                    "batch invariance and head size 64",
+                ),
+                (WIDE, 1, "batch invariance and head size 256"),
+                (replace(SHAPE, stored_bits=8), 1, None),
+            )
         ),
-        (WIDE, 1, replace(ASKED, batch_invariant=True), "batch invariance and tiles of 16 rows"),
         (WIDE, 1, replace(ASKED, is_local=True), None),
         *(
             (replace(SHARD, head_size=64, head_size_v=64), n, replace(ASKED, is_local=True), slower)
@@ -235,12 +249,6 @@ def test_hopper_gets_its_split_kv_kernel_and_nothing_else_does(kind: DeviceKind)
             4,
             replace(ASKED, cache_dtype=CacheDType.FP8, is_local=True),
             None,
-        ),
-        (
-            replace(SHAPE, stored_bits=8),
-            1,
-            replace(ASKED, cache_dtype=CacheDType.FP8, batch_invariant=True),
-            "batch invariance and tiles of 16 rows",
         ),
     ],
     ids=str,
@@ -280,3 +288,36 @@ def test_what_a_layer_asks_decides_for_short_rows_too(said: str) -> None:
     ) as error:
         decode_of(shape, DecodeKernel.HOPPER, asks=asks)
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 8, 16])
+@pytest.mark.parametrize("group", [1, 3, 4, 7, 8, 16, 64, 128])
+@pytest.mark.parametrize("size", [64, 96, 128])
+def test_a_batch_invariant_engine_cuts_keys_alike_on_both_split_kv_kernels(
+    size: int, group: int, tokens: int
+) -> None:
+    """Whatever decides bits is the portable tile's, so a layer may go to either kernel."""
+    shape = DenseShape(2 * group, 2, size, size, 2, 16)
+    asks = invariant(shape, tokens)
+    assert asks.split is not None
+    tile, _ = decode_of(shape, DecodeKernel.HOPPER, tokens, asks)
+    assert tile is not None
+    own = replace(asks.split, rows=tile.split.rows, programs_per_sm=tile.split.programs_per_sm)
+    assert tile.split == own
+    assert tile.split.sums_apart == asks.split.sums_apart
+    assert tile.consumers == 1
+    # The launcher asks again with the plan's own tile.
+    again, _ = decode_of(shape, DecodeKernel.HOPPER, tokens, replace(asks, split=tile.split))
+    assert again == tile
+
+
+def test_a_batch_invariant_engine_without_a_prompt_kernel_takes_no_hopper_kernel() -> None:
+    _, why = decode_of(SHAPE, asks=replace(ASKED, batch_invariant=True))
+    assert "every row has a tile of the portable kernel's" in why
+
+
+def test_sums_that_four_warps_would_have_to_exchange_are_refused() -> None:
+    shape = replace(SHARD, head_size=64, head_size_v=64)
+    asks = replace(invariant(shape), split=split_tile(shape, HOPPER, 1, 128))
+    _, why = decode_of(shape, asks=asks)
+    assert "16 sums of weights in a row" in why

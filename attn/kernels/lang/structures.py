@@ -193,8 +193,8 @@ class Query:
     """int32, elements from a token's query to the next one's."""
     query_head: Value
     """int32, elements from a head's query to the next one's."""
-    factor: gl.tensor
-    """fp32 factor of the products: the layer's scale, times log2(e) without SOFT_CAP."""
+    scale: gl.tensor
+    """fp32 factor of the products, without that of quantised keys."""
     soft_cap: Value
     """fp32, the bound of the scores; read with SOFT_CAP."""
     SOFT_CAP: gl.constexpr
@@ -394,6 +394,28 @@ class Head:
     """fp32, with E4M3 ``[ROWS]`` fp32: the factor of products, which includes the keys' scale."""
     v_factor: Value
     """fp32, the factor of outputs: the values' scale."""
+
+
+@aggregate
+class SumsApart:
+    """How sums of weights are kept until a segment ends, where other kernels give rows of the same
+    request the same bits (batch invariance): by column, in as many columns as they have.
+    """
+
+    COLUMNS: gl.constexpr
+    """int, the columns; 0 where bits need not be those of other kernels."""
+    LAYOUT: gl.constexpr
+    """Layout of the sums ``[ROWS, COLUMNS]``."""
+
+
+@aggregate
+class Planes:
+    """Queries as two operands: e4m3 keys are stored in words of an even and an odd column."""
+
+    even: gl.tensor
+    """``[ROWS, WIDTH / 2]``, the even columns."""
+    odd: gl.tensor
+    """``[ROWS, WIDTH / 2]``, the odd columns."""
 
 
 @aggregate

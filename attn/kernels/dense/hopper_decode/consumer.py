@@ -24,12 +24,18 @@ from attn.kernels.dense.hopper_decode.finish import (
 )
 from attn.kernels.dense.hopper_decode.parts import FIELDS, load_work_item, share_at
 from attn.kernels.dense.hopper_prefill.scheduler import wide
-from attn.kernels.dense.tile import power_of_two_guard
+from attn.kernels.dense.tile import (
+    halved,
+    power_of_two_guard,
+    referred_weights,
+    sum_of_columns,
+)
 from attn.kernels.lang.compat import thread_barrier
+from attn.kernels.lang.constants import LOG2E
 from attn.kernels.lang.masks import biased, reach_of
 from attn.kernels.lang.opaque import opaque_zero, program_number
 from attn.kernels.lang.packed import e4m3_planes
-from attn.kernels.lang.structures import Bounds, Head, State
+from attn.kernels.lang.structures import Bounds, Head, Planes, State
 from builders.splitkv.device.segments import segment_of, segment_start
 
 
@@ -68,8 +74,8 @@ def _sum_of_own(x, KV_TILE: gl.constexpr):
 
 
 @gluon.jit
-def _row_maximum(x, exchange, KV_TILE: gl.constexpr):
-    """The maximum of each row of ``x [16, KV_TILE]``, ``[16]`` fp32.
+def _row_maximum(x, exchange):
+    """The maximum of each row of ``x [16, keys]``, ``[16]`` fp32.
 
     Four warps share the columns of a row. They exchange their maxima once, in shared memory.
     """
@@ -79,7 +85,7 @@ def _row_maximum(x, exchange, KV_TILE: gl.constexpr):
         [16, 4],
     )  # fmt: skip
     # First the maximum of a thread's columns, then the maximum of its warp's.
-    x = gl.max(gl.max(gl.reshape(x, [16, KV_TILE // 32, 4, 8]), 1), 2)
+    x = gl.max(gl.max(gl.reshape(x, [16, x.shape[1] // 32, 4, 8]), 1), 2)
     exchange.store(x)
     # The warp group needs a barrier here; the compiler inserts it.
     return gl.convert_layout(gl.max(exchange.load(EVERYWHERE), 1), gl.SliceLayout(1, SCORES))
@@ -100,11 +106,58 @@ def _queries_of(first, m, TILE_HEADS: gl.constexpr):
 
 
 @gluon.jit
-def _tile(key_tile, turn, q, state, odd, work, head, bounds, query, ring, room, mask, tile):
+def _largest(scores, exchange):
+    """The largest score of each row of a tile, ``[ROWS]``."""
+    if scores.shape[0] == 16:
+        largest = _row_maximum(scores, exchange)
+    else:
+        largest = gl.max(scores, 1)
+    return largest
+
+
+@gluon.jit
+def _softmax(scores, m, l, scale, by_row, exchange):
+    """Softmax of a tile of scores, relative to the row's largest so far.
+
+    ``m`` and ``l`` are maxima and sums over earlier tiles. ``scale`` and ``by_row`` are the factor
+    of maxima and of scores.
+
+    Returns:
+        The weights, the new maxima and sums, and the factor of earlier outputs.
+    """
+    ROWS: gl.constexpr = scores.shape[0]
+    top = gl.maximum(m, _largest(scores, exchange))
+    # A row that has seen no key so far has a maximum of -inf.
+    base = gl.where(top == float("-inf"), 0.0, top)
+    # Subtract before scaling: products of large scores have large rounding errors.
+    weights = gl.exp2((scores - base[:, None]) * by_row)
+    shrink = gl.exp2((m - base) * scale)
+    own = gl.convert_layout(shrink, gl.SliceLayout(1, l.type.layout))
+    own = own[:, None].broadcast_to(ROWS, l.shape[1])
+    return weights, top, gl.fma(l, own, _sum_of_own(weights, scores.shape[1])), shrink
+
+
+@gluon.jit
+def _referred_softmax(scores, m, l, scale, exchange, apart, SIMPLE: gl.constexpr):
+    """As :func:`_softmax`, with the portable kernels' bits: references for maxima, and sums by
+    column. With SIMPLE, scores are still to be multiplied by ``scale``.
+    """
+    ROWS: gl.constexpr = scores.shape[0]
+    scales = gl.full([ROWS], 1.0, gl.float32, m.type.layout) * scale
+    most = _largest(scores, exchange)
+    weights, shrink, top = referred_weights(scores, m, most, scales, SIMPLE, True)
+    sums = gl.convert_layout(halved(weights, apart.COLUMNS), l.type.layout, assert_trivial=True)
+    own = gl.convert_layout(shrink, gl.SliceLayout(1, l.type.layout))
+    own = own[:, None].broadcast_to(ROWS, apart.COLUMNS)
+    return weights, top, gl.fma(l, own, sums), shrink
+
+
+@gluon.jit
+def _tile(key_tile, turn, q, state, odd, work, head, bounds, query, ring, room, mask, apart, tile):
     """Attend to one tile of keys: scores, online softmax, output.
 
-    The state's sums are ``[ROWS, threads]``. With E4M3 its output has the even columns, and ``odd``
-    has the odd ones.
+    The state's sums are ``[ROWS, threads]``, or as ``apart`` has them. With E4M3 its output has the
+    even columns, and ``odd`` has the odd ones.
     """
     E4M3: gl.constexpr = tile.E4M3
     ROWS: gl.constexpr = tile.ROWS
@@ -121,7 +174,10 @@ def _tile(key_tile, turn, q, state, odd, work, head, bounds, query, ring, room, 
     mbarrier.wait(ring.k_full.index(stage), phase)
     keys = ring.k_tiles.index(stage).permute((1, 0))
     zero = gl.zeros([ROWS, KV_TILE], gl.float32, SCORES)
-    if ROWS == 16:
+    if E4M3 and apart.COLUMNS > 0:
+        even, odd_keys = e4m3_planes(keys.load(gl.DotOperandLayout(1, SCORES, 2)))
+        scores = mma_v2(q.odd, odd_keys, mma_v2(q.even, even, zero))
+    elif ROWS == 16:
         keys = keys.load(gl.DotOperandLayout(1, SCORES, K_WIDTH))
         scores = mma_v2(q, keys.to(gl.float16) if E4M3 else keys, zero)
     else:
@@ -130,7 +186,9 @@ def _tile(key_tile, turn, q, state, odd, work, head, bounds, query, ring, room, 
     scale = head.natural
     by_row = head.natural[:, None] if E4M3 else head.natural
     if query.SOFT_CAP:
-        scores = biased(scores * by_row, None, None, query.soft_cap, True, 0, False)
+        scores = biased(
+            scores * by_row, None, None, query.soft_cap, True, 0, False, apart.COLUMNS > 0
+        )  # fmt: skip
         scale = 1.0
         by_row = 1.0
     edge = (key_tile + 1) * KV_TILE > bounds.all_high
@@ -144,18 +202,12 @@ def _tile(key_tile, turn, q, state, odd, work, head, bounds, query, ring, room, 
         scores = mask.masked(
             scores, position, key, reach, work.kv_len, bounds.range_first, bounds.range_last
         )
-    if ROWS == 16:
-        top = gl.maximum(m, _row_maximum(scores, room.exchange, KV_TILE))
+    if apart.COLUMNS > 0:
+        weights, top, l, shrink = _referred_softmax(
+            scores, m, state.l, scale, room.exchange, apart, not query.SOFT_CAP
+        )  # fmt: skip
     else:
-        top = gl.maximum(m, gl.max(scores, 1))
-    # A row that has seen no key so far has a maximum of -inf.
-    base = gl.where(top == float("-inf"), 0.0, top)
-    # Subtract before scaling: products of large scores have large rounding errors.
-    weights = gl.exp2((scores - base[:, None]) * by_row)
-    shrink = gl.exp2((m - base) * scale)
-    l = state.l
-    own = gl.convert_layout(shrink, gl.SliceLayout(1, l.type.layout))
-    l = gl.fma(l, own[:, None].broadcast_to(ROWS, l.shape[1]), _sum_of_own(weights, KV_TILE))
+        weights, top, l, shrink = _softmax(scores, m, state.l, scale, by_row, room.exchange)
     if ROWS == 16:
         room.turned.store(weights.to(tile.DTYPE))
         left = room.turned.load(gl.DotOperandLayout(0, OUTPUT, 2))
@@ -212,11 +264,12 @@ def _with_sent(state, times, mailbox):
 
 
 @gluon.jit
-def _load_queries(work, token, count, query, cache, room, plan, tile):
+def _load_queries(work, token, count, query, cache, room, plan, apart, tile):
     """Load the queries of a part, as products take them, and say which heads they are of.
 
     They are ``[ROWS, WIDTH]``, zeros behind a head's last column: an operand in registers if ROWS
-    is 16, else in shared memory.
+    is 16, else in shared memory. They are two operands,
+    ``Planes``, over e4m3 with the portable kernels' bits.
     """
     LOADED: gl.constexpr = gl.BlockedLayout(
         [1, 8], [256 // tile.WIDTH, tile.WIDTH // 8], [4, 1], [1, 0]
@@ -234,10 +287,13 @@ def _load_queries(work, token, count, query, cache, room, plan, tile):
     if tile.SIZE < tile.WIDTH:
         wanted = wanted & (column < tile.SIZE)[None, :]
     q = gl.load(query.query_ptr + offset[:, None] + column[None, :], mask=wanted, other=0.0)
-    natural = query.factor
+    natural = query.scale
     v_factor = 1.0
     if tile.E4M3:
         natural = natural * gl.load(cache.k_scale_ptr + kv_head * cache.scale_head)
+    if not query.SOFT_CAP:
+        natural = natural * LOG2E
+    if tile.E4M3:
         v_factor = gl.load(cache.v_scale_ptr + kv_head * cache.scale_head)
         up = gl.full([tile.ROWS], 1.0, gl.float32, gl.SliceLayout(1, LOADED))
         if q.dtype == gl.bfloat16:
@@ -248,7 +304,11 @@ def _load_queries(work, token, count, query, cache, room, plan, tile):
             q = q * down[:, None]
         q = q.to(gl.float16)
         natural = natural * gl.convert_layout(up, gl.SliceLayout(1, SCORES))
-    if tile.ROWS == 16:
+    if tile.E4M3 and apart.COLUMNS > 0:
+        even, odd = gl.split(gl.reshape(q, [tile.ROWS, tile.WIDTH // 2, 2]))
+        OPERAND: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
+        q = Planes(even=gl.convert_layout(even, OPERAND), odd=gl.convert_layout(odd, OPERAND))
+    elif tile.ROWS == 16:
         q = gl.convert_layout(q, gl.DotOperandLayout(0, SCORES, 4 if tile.E4M3 else 2))
     else:
         # The products of the work item before are done, so its queries may be overwritten: every
@@ -294,7 +354,7 @@ def _lending_group_for(work, plan):
 @gluon.jit
 def _attend(
     PART: gl.constexpr, work, q, head, bounds, first_part, slots, turn, handoffs, query, ring, room,
-    plan, mask, tile,
+    plan, mask, apart, tile,
 ):  # fmt: skip
     """Attend to the segments of a part.
 
@@ -325,8 +385,12 @@ def _attend(
                     nothing = State(m=M, l=L, acc=A)
                     store_state(plan, slots + s - first_part, nothing, tile, opaque_zero())
     for s in range(seen, unseen):
-        l = gl.zeros([tile.ROWS, ring.KV_TILE], gl.float32, tile.SCORES)
-        state = State(m=top, l=_sum_of_own(l, ring.KV_TILE), acc=zero)
+        if apart.COLUMNS > 0:
+            l = gl.zeros([tile.ROWS, apart.COLUMNS], gl.float32, apart.LAYOUT)
+        else:
+            l = gl.zeros([tile.ROWS, ring.KV_TILE], gl.float32, tile.SCORES)
+            l = _sum_of_own(l, ring.KV_TILE)
+        state = State(m=top, l=l, acc=zero)
         odd = zero
         from_tile = gl.maximum(segment_start(s) // plan.SEGMENT_UNIT, low)
         to_tile = gl.minimum(segment_start(s + 1) // plan.SEGMENT_UNIT, high)
@@ -335,14 +399,18 @@ def _attend(
         for key_tile in range(from_tile, to_tile, tile.CONSUMERS):
             state, odd = _tile(
                 key_tile, turn + key_tile - low, q, state, odd, work, head, bounds, query, ring,
-                room, mask, tile,
+                room, mask, apart, tile,
             )  # fmt: skip
         m = state.m
-        if not query.SOFT_CAP:
-            m = m * head.natural
+        if apart.COLUMNS > 0:
+            total = sum_of_columns(state.l, apart.COLUMNS)
+        else:
+            total = gl.sum(state.l, 1)
+            if not query.SOFT_CAP:
+                m = m * head.natural
         acc = _joined(state.acc, odd, tile.WIDTH)
         m = gl.convert_layout(m, gl.SliceLayout(1, STATE))
-        total = gl.convert_layout(gl.sum(state.l, 1), gl.SliceLayout(1, STATE))
+        total = gl.convert_layout(total, gl.SliceLayout(1, STATE))
         of_segment = State(m=m, l=total, acc=acc)
         if PART == 1:
             _send(of_segment, handoffs, room.mailbox)
@@ -359,13 +427,13 @@ def _attend(
 
 
 @gluon.jit
-def _write_or_store(is_all, work, head, state, lending_group, plan, out, tile):
+def _write_or_store(is_all, work, head, state, lending_group, plan, out, apart, tile):
     """Write the output of a part that has all keys of its queries, or store its state."""
     STATE: gl.constexpr = state.acc.type.layout
     # States that are loaded at a time when a work item is folded: as many as there are registers
-    # for, at most all of a segment group.
+    # for, at most all of a segment group. With batch invariance two programs share the registers.
     CELLS: gl.constexpr = tile.FINISH_ROWS * tile.FINISH_WIDTH // 128 * tile.CONSUMERS
-    FEW: gl.constexpr = 8 if tile.ROWS == 16 and tile.CONSUMERS == 1 else 4
+    FEW: gl.constexpr = 8 if tile.ROWS == 16 and tile.CONSUMERS == 1 and apart.COLUMNS == 0 else 4
     AT_ONCE: gl.constexpr = 16 if CELLS <= 4 else 12 if CELLS <= 8 else FEW
     # Load these numbers again here, so that the loop over keys does not keep them in registers.
     token = gl.load(work.fields + 1)
@@ -388,7 +456,7 @@ def _write_or_store(is_all, work, head, state, lending_group, plan, out, tile):
 
 
 @gluon.jit
-def consume(PART: gl.constexpr, query, cache, ring, room, plan, mask, out, tile):
+def consume(PART: gl.constexpr, query, cache, ring, room, plan, mask, out, apart, tile):
     """Attend to all parts that the program takes.
 
     A single consumer (PART 0) takes all tiles of keys. With two consumers, the first (PART 0) takes
@@ -406,7 +474,7 @@ def consume(PART: gl.constexpr, query, cache, ring, room, plan, mask, out, tile)
             token = gl.load(fields + 1)
             count = gl.load(fields + 2)
             first_part = gl.load(fields + 8)
-            q, head = _load_queries(work, token, count, query, cache, room, plan, tile)
+            q, head = _load_queries(work, token, count, query, cache, room, plan, apart, tile)
             bounds = _bounds_of(work, mask, tile)
             is_all = True
             lending_group = 0
@@ -414,10 +482,10 @@ def consume(PART: gl.constexpr, query, cache, ring, room, plan, mask, out, tile)
                 is_all, lending_group = _lending_group_for(work, plan)
             state, handoffs = _attend(
                 PART, work, q, head, bounds, first_part, slots_of(work, lending_group, plan), turn,
-                handoffs, query, ring, room, plan, mask, tile,
+                handoffs, query, ring, room, plan, mask, apart, tile,
             )  # fmt: skip
             turn += gl.maximum(work.high - work.low, 0)
             if PART == 0:
-                _write_or_store(is_all, work, head, state, lending_group, plan, out, tile)
+                _write_or_store(is_all, work, head, state, lending_group, plan, out, apart, tile)
         begin = 0
         fields = plan.rows_ptr + wide(((r + 1) // plan.HEAD_LOOPS) * FIELDS)

@@ -15,6 +15,11 @@ other tile of keys, by the number of the tile in the request, and has a state of
 of a segment the second consumer sends its state to the first, which folds both and does everything
 else. Bits therefore follow from positions here too.
 
+With batch invariance, rows of a request have the same bits in this kernel, in the portable one and
+in both prefill kernels. Tiles of keys, weights and sums are then the portable kernel's, and there
+is one consumer. Two programs share a multiprocessor where registers allow it, so that one
+multiplies while the other waits.
+
 A page is not read if no query of the tile sees a key in it: a box outside the cache fills its place
 with zeros. Slots behind the request's last key are read with the page that they share with live
 slots, and may hold anything. Their values are overwritten with zeros, since zero times NaN is NaN.
@@ -30,13 +35,25 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from attn.kernels.dense.hopper_decode.consumer import consume
 from attn.kernels.dense.hopper_decode.producer import produce
 from attn.kernels.lang.compat import reinterpret, wait_for_kernels_before
-from attn.kernels.lang.constants import LOG2E
-from attn.kernels.lang.structures import Cache, Mailbox, Mask, Out, Plan, Query, Ring, Room, Tile
+from attn.kernels.lang.structures import (
+    Cache,
+    Mailbox,
+    Mask,
+    Out,
+    Plan,
+    Query,
+    Ring,
+    Room,
+    SumsApart,
+    Tile,
+)
 
-_REGISTERS = tl.constexpr(96)
-"""Registers of a producer's thread beside one consumer.
+_REGISTERS = tl.constexpr((96, 48))
+"""Registers of a producer's thread beside one consumer, with one program on a multiprocessor and
+with two.
 
-The consumer's threads can have the most registers that a thread can have in any case."""
+Alone on a multiprocessor, the consumer's threads can have the most registers that a thread can have
+in any case."""
 _OF_THREE = tl.constexpr(((224, 56), (232, 40)))
 """Registers of a second consumer's thread and of a producer's thread, for tiles of 16 and 64 rows.
 
@@ -117,6 +134,8 @@ def hopper_decode_kernel(
     RUN: gl.constexpr,
     STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr,
+    PROGRAMS: gl.constexpr,
+    SUMS: gl.constexpr,
     FINISH_ROWS: gl.constexpr,
     FINISH_WIDTH: gl.constexpr,
     CAUSAL: gl.constexpr,
@@ -136,6 +155,9 @@ def hopper_decode_kernel(
     and value ``[N, BLOCK_SIZE, Hk, SIZE]``, in boxes of RUN tokens and 64 columns. With E4M3 they
     have SIZE / 2 columns of int16 words, each of two elements. WIDTH is SIZE rounded up to a power
     of two. The plan's tensors are described in :class:`builders.splitkv.record.SplitPlan`.
+
+    SUMS are the columns whose sums of weights are kept apart with batch invariance, else 0.
+    PROGRAMS share a multiprocessor.
     """
     mask = Mask(
         causal_ptr=causal_ptr, ranges_ptr=ranges_ptr, num_ranges=num_ranges, window=window,
@@ -169,15 +191,16 @@ def hopper_decode_kernel(
     BOX: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     BOXES: gl.constexpr = STAGES * HALVES * (KV_TILE // RUN)
-    factor = scale
-    if not SOFT_CAP:
-        factor = scale * LOG2E
     # TMA writes boxes, and products read tiles: two views of the same bytes.
     k_boxes = gl.allocate_shared_memory(STORED, [BOXES, 1, RUN, 1, 64], BOX)
     v_boxes = gl.allocate_shared_memory(STORED, [BOXES, 1, RUN, 1, 64], BOX)
-    KEYS: gl.constexpr = gl.NVMMASharedLayout(128, 8 if E4M3 else 16, 2)
+    BYTES: gl.constexpr = E4M3 and SUMS == 0
+    KEYS: gl.constexpr = gl.NVMMASharedLayout(128, 8 if BYTES else 16, 2)
     k_tiles = reinterpret(
-        k_boxes, gl.float8e4nv if E4M3 else STORED, [STAGES, KV_TILE, WIDTH], KEYS
+        k_boxes,
+        gl.float8e4nv if BYTES else STORED,
+        [STAGES, KV_TILE, WIDTH if BYTES else WORDS],
+        KEYS,
     )
     v_tiles = reinterpret(v_boxes, STORED, [STAGES, KV_TILE, WORDS], LAYOUT)
     v_runs = reinterpret(v_boxes, STORED, [BOXES, RUN, 64], LAYOUT)
@@ -223,14 +246,16 @@ def hopper_decode_kernel(
     NARROW: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8])
     BY_KEY: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16])
     BY_COLUMN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    BY_SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SUMS, 16])
     tile = Tile(
         GROUP=GROUP, TILE_HEADS=TILE_HEADS, USED=TILE_HEADS * QUERY_TOKENS, ROWS=ROWS, SIZE=SIZE,
         WIDTH=WIDTH, DTYPE=DTYPE, E4M3=E4M3, SCORES=NARROW if ROWS == 16 else BY_KEY,
         OUTPUT=NARROW if ROWS == 16 else BY_COLUMN, CONSUMERS=CONSUMERS, FINISH_ROWS=FINISH_ROWS,
         FINISH_WIDTH=FINISH_WIDTH,
     )  # fmt: skip
+    apart = SumsApart(COLUMNS=SUMS, LAYOUT=NARROW if ROWS == 16 else BY_SUM)
     query = Query(
-        query_ptr=query_ptr, query_token=query_token, query_head=query_head, factor=factor,
+        query_ptr=query_ptr, query_token=query_token, query_head=query_head, scale=scale,
         soft_cap=soft_cap, SOFT_CAP=SOFT_CAP,
     )  # fmt: skip
     ring = Ring(
@@ -243,17 +268,17 @@ def hopper_decode_kernel(
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (consume, (0, query, cache, ring, room, plan, mask, out, tile)),
+                (consume, (0, query, cache, ring, room, plan, mask, out, apart, tile)),
                 (produce, (cache, ring, plan, mask)),
             ],
             [1],
-            [_REGISTERS],
+            [_REGISTERS[PROGRAMS - 1]],
         )
     else:
         gl.warp_specialize(
             [
-                (consume, (0, query, cache, ring, room, plan, mask, out, tile)),
-                (consume, (1, query, cache, ring, room, plan, mask, out, tile)),
+                (consume, (0, query, cache, ring, room, plan, mask, out, apart, tile)),
+                (consume, (1, query, cache, ring, room, plan, mask, out, apart, tile)),
                 (produce, (cache, ring, plan, mask)),
             ],
             [4, 1],

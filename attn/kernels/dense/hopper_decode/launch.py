@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from attn.kernels.dense.checks import check_call, check_heads
@@ -13,6 +14,7 @@ from builders.dense.choice import decode_kernel_of
 from builders.launch.call import LaunchOptions
 from builders.launch.launcher import Launcher
 from builders.splitkv.record import PLAN_POINTERS, SplitPlan
+from builders.splitkv.tiles import registers_per_thread
 from specs.base import power_of_two
 from specs.devices import DeviceKind
 from specs.engine import DecodeKernel
@@ -40,6 +42,9 @@ def serves(
     assert plan.hopper is not None
     shape, block_size, asks = asked(layer, step, tensors)
     wanted = DecodeKernel.HOPPER if plan.requires_hopper else DecodeKernel.AUTO
+    if plan.sums_apart > 0:
+        # The plan's tile has all of the portable tile that the choice looks at.
+        asks = replace(asks, batch_invariant=True, split=plan.tile)
     # A tile has as many query tokens as were asked for, or as many as it has room for: asking for
     # the planned number gives the planned tile.
     tokens = plan.tile.query_tokens
@@ -96,6 +101,9 @@ class HopperDecodeLauncher(HopperVariants[SplitPlan]):
         constants = split_constants(plan, width)
         cap, chunk, causal = layer.logits_soft_cap, layer.attention_chunk_size, step.causal
         assert plan.hopper is not None
+        programs = plan.tile.programs_per_sm
+        # A consumer and a producer have four warps each: Triton starts warps by four.
+        most = None if programs == 1 else registers_per_thread(8 * programs)
         fixed = {name: constants[name] for name in _PLANNED}
         fixed |= {
             "query_token": tensors.query.stride(0),
@@ -126,6 +134,7 @@ class HopperDecodeLauncher(HopperVariants[SplitPlan]):
             "E4M3": layer.cache_dtype.is_quantized,
             "STAGES": plan.hopper.num_stages,
             "CONSUMERS": plan.hopper.consumers,
+            "PROGRAMS": programs,
             "FINISH_WIDTH": min(width, FINISH_CELLS // constants["FINISH_ROWS"]),
         }
         absent = absent_arguments(optional, hopper_decode_kernel.arg_names)
@@ -134,7 +143,7 @@ class HopperDecodeLauncher(HopperVariants[SplitPlan]):
             fixed | absent,
             [*_VARYING, *optional],
             groups={"plan": PLAN_POINTERS},
-            options=LaunchOptions(waits=True),
+            options=LaunchOptions(waits=True, max_registers=most),
             is_typed=True,
         )
 
@@ -152,6 +161,7 @@ _PLANNED = (
     "AREA",
     "KV_TILE",
     "SEGMENT_UNIT",
+    "SUMS",
     "FINISH_ROWS",
 )
 _VARYING = ("k_desc", "v_desc", "query_ptr", "out_ptr", "table_ptr", "table_row", "plan")
