@@ -256,9 +256,12 @@ def _segmented_tile(packed: int, run: int, kv_tile: int, width: int, extra: int)
         width: columns of the first product.
         extra: columns of the second product, or 0.
     """
-    # ptxas 13 keeps more values in registers, and so gets all there are.
+    # ptxas 13 keeps more values in registers, and so gets all there are. Otherwise the producer
+    # needs some of them where rows are wide, and more for two products.
     stores = width + extra > (64 if is_by_ptxas_13() else 128)
-    registers = 232 if stores and not is_by_ptxas_13() else 240
+    registers = 240
+    if stores and not is_by_ptxas_13():
+        registers = 224 if extra else 232
     # Queries of narrow heads leave room for those of the next tile.
     query_stages = 2 if width + extra <= 128 else 1
     room = 216 * 1024 - query_stages * 256 * (width + extra)
@@ -357,8 +360,8 @@ def _measured_slower(shape: DenseShape, tile: SplitTile, asks: LayerRequirements
     """
     used = tile.tile_heads * tile.query_tokens
     if asks.batch_invariant:
-        # At head size 256 both kernels took the same time. More than 16 rows were measured at 128.
-        is_faster = shape.width == 128 or (used <= 16 and shape.width < 128)
+        # More than 16 rows were measured at head size 128 only.
+        is_faster = shape.width == 128 or used <= 16
         return None if is_faster else f"batch invariance and head size {shape.head_size}"
     if shape.head_size == 64 and used <= 32:
         # With up to 16 query rows it was faster in some batches and slower in others. It multiplies

@@ -43,7 +43,7 @@ from builders.splitkv.tiles import (
     DenseShape,
     HopperDecodeTile,
     HopperTile,
-    split_tile,
+    invariant_split_tile,
 )
 from specs.attention import AttentionCGSupport
 from specs.base import cdiv
@@ -150,10 +150,10 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         return builder
 
     def _new_planner(self, buffers: GraphBuffers, depends_on_batch: bool = False) -> SplitPlanner:
-        config, segmented, asks = self.vllm_config, None, self._asks()
+        config, segmented, split, asks = self.vllm_config, None, None, self._asks()
         tokens = config.max_decode_query_len
         if config.batch_invariant and not self.is_encoder and not depends_on_batch:
-            split = split_tile(self.shape, self.gpu, tokens, self._limits.window)
+            split = invariant_split_tile(self.shape, self.gpu, tokens, self._limits.window)
             found = segmented_prefill_of(self.shape, self.gpu, split, asks)
             if not isinstance(found, str):
                 segmented, asks = found, replace(asks, kv_tile=found.kv_tile, split=split)
@@ -165,6 +165,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             segmented=segmented,
             depends_on_batch=depends_on_batch,
             takes_rows=not self.is_encoder,
+            split=None if segmented is None else split,
             hopper=self._hopper_tile(asks),
             requires_hopper=config.kernels.dense.prefill is PrefillKernel.HOPPER,
             hopper_decode=hopper_decode,

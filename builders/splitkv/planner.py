@@ -101,6 +101,8 @@ class PlannerOptions:
     requires_hopper_decode: bool = False
     """A layer that the Hopper split-KV kernel does not serve is an error, see
     :class:`SplitPlan`."""
+    split: SplitTile | None = None
+    """Tile of the portable split-KV kernel where it is not the default's (batch invariance)."""
     latent: SplitTile | None = None
     """Tile of the latent decode kernel that the plan is for; None for a dense kernel."""
 
@@ -141,6 +143,8 @@ class SplitPlanner:
             tile = latent
         elif hopper_decode is not None:
             tile = hopper_decode.split
+        elif options.split is not None:
+            tile = options.split
         else:
             tokens = 16 if options.every_row else max_query_len
             tile = split_tile(shape, gpu, tokens, limits.window)

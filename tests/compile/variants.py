@@ -418,7 +418,9 @@ INVARIANT_VARIANTS: Final = (
     # All kernels of a layer must make the same bits.
     *_attending("32/8/128", 90, speed=True, **_INVARIANT),
     *_attending("64/8/64", speed=True, heads=(64, 8, 64), **_INVARIANT),
-    *_attending("16/8/256", 90, speed=True, heads=(16, 8, 256), **_INVARIANT),
+    # Decodes of Hopper run by its own kernel; the portable one has two registers too few.
+    _only(_D, "16/8/256", 90, heads=(16, 8, 256), **_INVARIANT),
+    _only(_P, "16/8/256", 90, speed=True, heads=(16, 8, 256), **_INVARIANT),
     _only(_D, "cap sinks", 90, soft_cap=30.0, sinks=True, **_INVARIANT),
     _only(_P, "cap sinks", 90, soft_cap=30.0, sinks=True, **_INVARIANT),
     *_attending("alibi", alibi=True, **_INVARIANT),
@@ -452,7 +454,7 @@ INVARIANT_VARIANTS: Final = (
     _only(_H, "64/8/64", speed=True, heads=(64, 8, 64), **_INVARIANT),
     _only(_H, "32/32/96", speed=True, heads=(32, 32, 96), **_INVARIANT),
     _only(_H, "16/8/192", speed=True, heads=(16, 8, 192), **_INVARIANT),
-    # Triton 3.7 and 3.9 spill, outside of the loop over tiles that every row sees.
+    # Triton 3.8 and 3.9 spill, outside of the loop over tiles that every row sees.
     _only(_H, "16/8/256", 90, heads=(16, 8, 256), **_INVARIANT),
     _only(_H, "window 1024", speed=True, window=1024, **_INVARIANT),
     _only(_H, "64/8/64 window sinks", heads=(64, 8, 64), window=128, sinks=True, **_INVARIANT),

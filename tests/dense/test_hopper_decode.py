@@ -191,7 +191,7 @@ def kernel_of(layer: Layer, decode: DecodeKernel = DecodeKernel.AUTO, **given: A
         (Layer(heads=(8, 1, 64), drafts=4), HOPPER),
         (replace(FEW_HEADS, drafts=3), HOPPER),
         (replace(FEW_HEADS, batch_invariant=True), HOPPER),
-        (Layer(heads=(16, 8, 256), batch_invariant=True), PLAIN),
+        (Layer(heads=(16, 8, 256), batch_invariant=True), HOPPER),
         (Layer(heads=(8, 1, 64), drafts=7, window=128), PLAIN),
         (replace(FEW_HEADS, window=128), HOPPER),
         (replace(FEW_HEADS, window=128, drafts=3), PLAIN),

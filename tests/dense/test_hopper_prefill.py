@@ -90,7 +90,6 @@ IN_REGISTERS: dict[str, Any] = {
     "unpack": lambda pairs, dtype, tile, layout: pairs.astype(dtype),
     "anew": lambda place, asm: place,
     "computed": lambda sums: sums,
-    "_computed": lambda sums: sums,
     "rescaled": lambda x, factors: x * factors,
     "referred": _referred,
     "_behind_stores": lambda slot: slot,

@@ -24,7 +24,7 @@ from attn.testing.trial import CaseResult, Trial
 from builders.dense.choice import LayerRequirements, hopper_tile, prefill_kernel_of
 from builders.launch.call import KernelCall, is_by_ptxas_13
 from builders.splitkv import segments
-from builders.splitkv.tiles import DenseShape, HopperTile, split_tile
+from builders.splitkv.tiles import DenseShape, HopperTile, invariant_split_tile
 from specs.devices import DeviceKind
 from specs.dtypes import CacheDType, DType
 from specs.engine import PrefillKernel
@@ -284,7 +284,7 @@ ASKED = LayerRequirements(True, query=DType.BFLOAT16, cache_dtype=CacheDType.AUT
 def test_its_tiles_have_the_keys_of_decodes_and_fit(size: int) -> None:
     shape, gpu = replace(SHAPE, head_size=size, head_size_v=size), hopper(132)
     for tokens, window in ((1, None), (8, None), (1, 128)):
-        keys = split_tile(shape, gpu, tokens, window).kv_tile
+        keys = invariant_split_tile(shape, gpu, tokens, window).kv_tile
         tile = hopper_tile(shape, DeviceKind.SM90, 16, replace(ASKED, kv_tile=keys))
         assert isinstance(tile, HopperTile)
         assert (tile.kv_tile, tile.run) == (keys, 16)

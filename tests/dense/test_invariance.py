@@ -24,7 +24,7 @@ from builders.dense.choice import LayerRequirements, segmented_prefill_of
 from builders.splitkv import segments
 from builders.splitkv.planner import SplitPlanner
 from builders.splitkv.record import PrefillPlan
-from builders.splitkv.tiles import DenseShape, segmented_tile, split_tile
+from builders.splitkv.tiles import DenseShape, invariant_split_tile, segmented_tile, split_tile
 from specs.devices import DeviceKind
 from specs.dtypes import CacheDType, DType
 from specs.engine import EngineConfig, Kernels, PrefillKernel
@@ -247,7 +247,7 @@ ASKED = LayerRequirements(True, query=DType.BFLOAT16, cache_dtype=CacheDType.AUT
 @pytest.mark.parametrize("size", [64, 80, 128, 192, 256])
 def test_prompts_have_the_key_tile_of_decodes(size: int, bits: int) -> None:
     shape = replace(SHAPE, head_size=size, head_size_v=size, stored_bits=bits)
-    tile = split_tile(shape, hopper(132), 4)
+    tile = invariant_split_tile(shape, hopper(132), 4)
     asks = ASKED if bits == 16 else replace(ASKED, cache_dtype=CacheDType.FP8)
     found = segmented_prefill_of(shape, hopper(132), tile, asks)
     assert not isinstance(found, str)

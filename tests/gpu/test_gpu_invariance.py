@@ -10,7 +10,7 @@ import torch
 from builders.device import device_facts
 from specs.devices import DeviceKind
 from specs.dtypes import CacheDType, DType
-from specs.engine import PrefillKernel
+from specs.engine import DecodeKernel, PrefillKernel
 from tests.dense.chunked import Prompt, Rows, Setup, differing
 
 pytestmark = pytest.mark.gpu
@@ -58,6 +58,12 @@ OF_HOPPER = [
     if not (setup.alibi or setup.cache_dtype is not CacheDType.AUTO)
 ]
 """Layers whose prompts the Hopper kernel serves."""
+DECODED_BY_HOPPER = [
+    name
+    for name, setup in LAYERS.items()
+    if not setup.alibi and setup.cache_dtype in (CacheDType.AUTO, CacheDType.FP8)
+]
+"""Layers whose decodes the Hopper kernel serves."""
 
 
 def part(rows: Rows, start: int, stop: int) -> Rows:
@@ -84,6 +90,20 @@ def test_both_kernels_of_prompts_have_the_same_bits(layer: str) -> None:
     whole = hopper.rows(0, last)
     assert differing(whole, portable.rows(0, last)) == 0
     assert differing(hopper.in_chunks(1, last - 20), part(whole, last - 20, last)) == 0
+
+
+@pytest.mark.skipif(device_facts(DEVICE).kind is not DeviceKind.SM90, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("layer", DECODED_BY_HOPPER)
+def test_both_kernels_of_decodes_have_the_same_bits(layer: str) -> None:
+    setup = LAYERS[layer]
+    hopper, portable = (
+        Prompt(replace(setup, decode=kernel), DEVICE)
+        for kernel in (DecodeKernel.AUTO, DecodeKernel.TRITON)
+    )
+    last = setup.queries
+    for size, start in ((1, last - 20), (4, last - 100)):
+        found = hopper.in_chunks(size, start)
+        assert differing(found, portable.in_chunks(size, start)) == 0, size
 
 
 @pytest.mark.parametrize("layer", ["64", "128", "256", "fp8", "fp8 64", "int8"])

@@ -18,6 +18,7 @@ from builders.splitkv.tiles import (
     HopperDecodeTile,
     PrefillTile,
     SplitTile,
+    invariant_split_tile,
     prefill_tile,
     split_tile,
 )
@@ -165,7 +166,7 @@ WIDE = DenseShape(16, 8, 256, 256, 2, 16)
 def invariant(shape: DenseShape, tokens: int = 1) -> LayerRequirements:
     """What a layer of a batch-invariant engine asks for."""
     cache = CacheDType.FP8 if shape.stored_bits == 8 else CacheDType.AUTO
-    split = split_tile(shape, HOPPER, tokens)
+    split = invariant_split_tile(shape, HOPPER, tokens)
     return replace(ASKED, cache_dtype=cache, batch_invariant=True, split=split)
 
 
@@ -222,7 +223,7 @@ def test_hopper_gets_its_split_kv_kernel_and_nothing_else_does(kind: DeviceKind)
                     4,
                     "batch invariance and head size 64",
                 ),
-                (WIDE, 1, "batch invariance and head size 256"),
+                (WIDE, 1, None),
                 (replace(SHAPE, stored_bits=8), 1, None),
             )
         ),
@@ -288,6 +289,16 @@ def test_what_a_layer_asks_decides_for_short_rows_too(said: str) -> None:
     ) as error:
         decode_of(shape, DecodeKernel.HOPPER, asks=asks)
     assert said in str(error.value)
+
+
+def test_wide_heads_of_a_batch_invariant_engine_have_prompts_tiles_of_64_keys() -> None:
+    """On other GPUs, and where a verify has more than 16 rows, the tile is the default's."""
+    tile = invariant_split_tile(WIDE, HOPPER, 4)
+    assert (split_tile(WIDE, HOPPER, 4).kv_tile, tile.kv_tile, tile.rows) == (32, 64, 16)
+    assert tile.programs_per_sm == 1
+    other = replace(HOPPER, kind=DeviceKind.SM80)
+    for shape, gpu, tokens in ((WIDE, other, 1), (WIDE, HOPPER, 16), (SHAPE, HOPPER, 1)):
+        assert invariant_split_tile(shape, gpu, tokens) == split_tile(shape, gpu, tokens)
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 8, 16])

@@ -554,6 +554,7 @@ _NAMES: dict[str, Any] = {
     "e4m3_planes": _e4m3_planes,
     "opaque_zero": lambda: 0,
     "opaque": lambda x: x,
+    "program_number": lambda hidden=True: value(np.int32(_program(0))),
     "prefetch_l2": _nothing,
     "prefetch_runs": _nothing,
     "let_kernels_behind_start": _nothing,

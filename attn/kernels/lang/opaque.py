@@ -32,13 +32,14 @@ def opaque(value):
 
 
 @gluon.jit
-def program_number():
-    """``gl.program_id(0)``, hidden from ptxas 13.
+def program_number(HIDDEN: gl.constexpr = _BY_PTXAS_13):
+    """``gl.program_id(0)``, hidden from ptxas if HIDDEN.
 
-    Otherwise ptxas 13 keeps values computed from it since the start of the kernel, and spills them.
+    Otherwise ptxas 13, and earlier ones in kernels of many registers, keep it, and values computed
+    from it, since the start of the kernel, and spill them.
     """
     number = gl.program_id(0)
-    if _BY_PTXAS_13:
+    if HIDDEN:
         number = gl.inline_asm_elementwise(
             "mov.u32 $0, %ctaid.x;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
         )

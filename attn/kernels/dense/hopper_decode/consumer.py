@@ -434,7 +434,8 @@ def _write_or_store(is_all, work, head, state, lending_group, plan, out, apart, 
     # for, at most all of a segment group. With batch invariance two programs share the registers.
     CELLS: gl.constexpr = tile.FINISH_ROWS * tile.FINISH_WIDTH // 128 * tile.CONSUMERS
     FEW: gl.constexpr = 8 if tile.ROWS == 16 and tile.CONSUMERS == 1 and apart.COLUMNS == 0 else 4
-    AT_ONCE: gl.constexpr = 16 if CELLS <= 4 else 12 if CELLS <= 8 else FEW
+    MOST: gl.constexpr = 12 if tile.E4M3 and apart.COLUMNS > 0 else 16
+    AT_ONCE: gl.constexpr = MOST if CELLS <= 4 else 12 if CELLS <= 8 else FEW
     # Load these numbers again here, so that the loop over keys does not keep them in registers.
     token = gl.load(work.fields + 1)
     count = gl.load(work.fields + 2)

@@ -191,7 +191,7 @@ class HopperLauncher(HopperVariants[HopperPlan]):
             "KIND": self._kind,
             "FP16_VALUES": of_values == torch.float16,
             "REGISTERS": tile.registers,
-            "HELD": _is_held(tile),
+            "HELD": cuts is None and _is_held(tile),
             "CAUSAL": 0 if not layer.causal or causal is False else 1 if causal is True else 2,
             "WINDOW": layer.sliding_window is not None,
             "CHUNK": chunk is not None,

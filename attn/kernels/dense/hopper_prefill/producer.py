@@ -8,6 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attn.kernels.dense.hopper_prefill.scheduler import publish, tile_at
 from attn.kernels.lang.compat import async_load
+from attn.kernels.lang.opaque import opaque_zero, program_number
 from attn.kernels.lang.structures import QueryTile
 
 _LEAD = gl.constexpr(2)
@@ -35,7 +36,8 @@ def _load_tile(
         live = (key < tile.kv_len) & (key + ring.RUN > tile.start)
         # Outside the cache a box is zeros.
         if cache.BLOCK_SIZE > 0:
-            at = cache.table_ptr + table + key // cache.BLOCK_SIZE
+            # With the opaque zero no address is kept in a register from the kernel's beginning on.
+            at = cache.table_ptr + (table + key // cache.BLOCK_SIZE + opaque_zero())
             page = gl.load(at, mask=live, other=-1)
             row = key % cache.BLOCK_SIZE
         else:
@@ -121,7 +123,7 @@ def produce(queries, rings, cache, schedule, mask, shape):
     ASCENDING: gl.constexpr = shape.ASCENDING
     num_tiles = gl.load(schedule.num_tiles_ptr)
     total = num_tiles * schedule.HEADS
-    work = gl.program_id(0)
+    work = program_number(True)
     turn = 0
     done = 0
     tile = tile_at(gl.minimum(work, total - 1), num_tiles, schedule, mask, shape)

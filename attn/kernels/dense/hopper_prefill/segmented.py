@@ -41,7 +41,7 @@ from attn.kernels.dense.tile import (
     weighted,
 )
 from attn.kernels.lang.masks import biased
-from attn.kernels.lang.opaque import opaque_zero
+from attn.kernels.lang.opaque import opaque_zero, program_number
 from attn.kernels.lang.structures import Folded, KeyRun
 from builders.launch.call import is_by_ptxas_13
 from builders.splitkv.device.segments import segment_of, segment_start
@@ -73,35 +73,6 @@ def _softmax(
     return weights, top, sums, shrink
 
 
-@gluon.constexpr_function
-def _assembly_of(count: int) -> str:
-    """Hand ``count`` registers on, behind an event that is counted if one is negative."""
-    ored = " ".join(f"or.b32 a, a, ${count + i};" for i in range(1, count))
-    moved = " ".join(f"mov.b32 ${i}, ${count + i};" for i in range(count))
-    return (
-        "{ .reg .pred p; .reg .b32 a; "
-        f"mov.b32 a, ${count}; {ored} setp.lt.s32 p, a, 0; @p pmevent 1; {moved} }}"
-    )
-
-
-@gluon.constexpr_function
-def _constraints_of(count: int) -> str:
-    return ",".join(["=r"] * count + ["r"] * count)
-
-
-@gluon.jit
-def _computed(l):
-    """Sums of weights, which have to be known under the product that is under way: see
-    :func:`attn.kernels.dense.hopper_prefill.steps.computed`. They are never negative.
-    """
-    OWN: gl.constexpr = l.shape[0] * l.shape[1] // 128
-    TEXT: gl.constexpr = _assembly_of(OWN)
-    CONSTRAINTS: gl.constexpr = _constraints_of(OWN)
-    return gl.inline_asm_elementwise(
-        TEXT, CONSTRAINTS, [l], dtype=gl.float32, is_pure=False, pack=OWN
-    )
-
-
 @gluon.jit
 def _with_sums(l, shrink, sums):
     """Sums of weights by column, with those of the next tile."""
@@ -120,10 +91,12 @@ def _fold_outputs(acc, old, new_acc, new):
 
 
 @gluon.jit
-def _slots(PART: gl.constexpr, shape):
-    """A warp group's slots: for whole segment groups, and for the segments of one."""
-    own = gl.program_id(0) * shape.WARP_GROUPS + PART + opaque_zero()
-    return own, own + gl.num_programs(0) * shape.WARP_GROUPS
+def _slots(PART: gl.constexpr, segments, shape):
+    """A warp group's slots: for whole segment groups, and for the segments of one (with STORED)."""
+    own = program_number(True) * shape.WARP_GROUPS + PART + opaque_zero()
+    if segments.STORED:
+        own *= 2
+    return own, own + 1
 
 
 @gluon.jit
@@ -244,7 +217,7 @@ def _fold_segment(PART: gl.constexpr, acc, rest, old, new, folded, segments, sha
     WIDTH: gl.constexpr = shape.WIDTH
     total, total_rest = folded.acc, folded.rest
     if segments.STORED:
-        _, own = _slots(PART, shape)
+        _, own = _slots(PART, segments, shape)
         _fold_into(old, acc, new, 0, own, segments, shape)
         if EXTRA:
             _fold_into(old, rest, new, WIDTH, own, segments, shape)
@@ -300,7 +273,7 @@ def _finished(PART: gl.constexpr, acc, rest, m, l, folded, run, segments, shape)
 
     If more segment groups follow, this state goes to a slot.
     """
-    groups, own = _slots(PART, shape)
+    groups, own = _slots(PART, segments, shape)
     more = run.high < run.end
     total, total_rest = folded.acc, folded.rest
     folded, old, new = _closed(m, l, folded, segments, shape)
@@ -363,8 +336,6 @@ def _step(
         scores, m, number * shape.KV_TILE, rows, tile.kv_len, scaling, mask, segments.SUMS, MASKED
     )
     l = _with_sums(l, shrink, sums)
-    if shape.HELD:
-        l = _computed(l)
     acc, rest = awaited(acc, rest, rings.values, 0)
     if rings.JOINT:
         rings.keys.give_back(now)
@@ -475,8 +446,9 @@ def consume_segments(
 
     The keys of a tile of queries are walked in runs, one for each segment group. The last output of
     a run and the first scores of the next are issued together; states are folded and written under
-    the latter. Every warp group takes every tile of keys, also where none of its own rows sees one:
-    that changes no bit of its states.
+    the latter. With STORED they are folded and written ahead of it, since registers have no room
+    for these scores too. Every warp group takes every tile of keys, also where none of its own rows
+    sees one: that changes no bit of its states.
     """
     OUTPUT: gl.constexpr = shape.OUTPUT
     turn = 0
@@ -541,8 +513,11 @@ def consume_segments(
         )  # fmt: skip
         # The opaque zero hides the address, see the other consumer.
         place = stage * shape.WARP_GROUPS + PART + opaque_zero()
-        scores = first_scores(place, done, tile, queries, rings.keys, shape)
-        acc, rest = awaited(acc, rest, rings.values, 2 if shape.EXTRA > 0 else 1)
+        if segments.STORED:
+            acc, rest = awaited(acc, rest, rings.values, 0)
+        else:
+            scores = first_scores(place, done, tile, queries, rings.keys, shape)
+            acc, rest = awaited(acc, rest, rings.values, 2 if shape.EXTRA > 0 else 1)
         if not rings.JOINT:
             rings.values.give_back(before)
         m, l, acc, rest = _finished(
@@ -551,6 +526,8 @@ def consume_segments(
         # A run that others follow writes no row.
         left = gl.where(ended.high == ended.end, finished.left, 0)
         _write(m, l, acc, rest, finished, left, out, rings.values, shape)
+        if segments.STORED:
+            scores = first_scores(place, done, tile, queries, rings.keys, shape)
         pairs, m, l = _first_weights(
             scores, done, tile, run, queries, rings.keys, scaling, mask, segments, shape
         )
