@@ -473,8 +473,6 @@ def _invariant_decode_tile(
         return f"batch invariance and tiles of {used} query rows, more than {most_rows}"
     if used > 16:
         tile = replace(split, rows=64, programs_per_sm=1)
-    elif split.sums_apart < min(32, split.kv_tile):
-        return f"batch invariance and {split.sums_apart} sums of weights in a row"
     else:
         # A single consumer that waits for its own softmax would leave the multiprocessor idle.
         # Two of 256 columns would spill.

@@ -327,8 +327,9 @@ def test_a_batch_invariant_engine_without_a_prompt_kernel_takes_no_hopper_kernel
     assert "every row has a tile of the portable kernel's" in why
 
 
-def test_sums_that_four_warps_would_have_to_exchange_are_refused() -> None:
+def test_narrow_windows_leave_the_hopper_kernel_as_many_sums_as_its_warps_have_columns() -> None:
     shape = replace(SHARD, head_size=64, head_size_v=64)
-    asks = replace(invariant(shape), split=split_tile(shape, HOPPER, 1, 128))
-    _, why = decode_of(shape, asks=asks)
-    assert "16 sums of weights in a row" in why
+    assert split_tile(shape, HOPPER, 1, 128).sums_apart == 16
+    tile = invariant_split_tile(shape, HOPPER, 1, 128)
+    assert tile == invariant_split_tile(shape, HOPPER, 1)
+    assert tile.sums_apart == 32

@@ -36,8 +36,11 @@ def _load_tile(
         live = (key < tile.kv_len) & (key + ring.RUN > tile.start)
         # Outside the cache a box is zeros.
         if cache.BLOCK_SIZE > 0:
-            # With the opaque zero no address is kept in a register from the kernel's beginning on.
-            at = cache.table_ptr + (table + key // cache.BLOCK_SIZE + opaque_zero())
+            at = cache.table_ptr + table + key // cache.BLOCK_SIZE
+            if HALVES * 64 + ring.EXTRA > 128:
+                # Kernels of wide heads have no register to keep an address in from their beginning
+                # on; with the opaque zero it is computed here.
+                at = cache.table_ptr + (table + key // cache.BLOCK_SIZE + opaque_zero())
             page = gl.load(at, mask=live, other=-1)
             row = key % cache.BLOCK_SIZE
         else:
