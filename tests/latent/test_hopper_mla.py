@@ -15,6 +15,7 @@ import builders.latent.triton_mla
 from attn.backends.triton_mla import TritonMLABackend
 from attn.kernels.dense import hopper_launch
 from attn.kernels.latent.hopper_narrow.kernel import hopper_mla_narrow_kernel
+from attn.kernels.latent.hopper_wide import words
 from attn.kernels.latent.hopper_wide.kernel import hopper_mla_kernel
 from attn.testing import batches
 from attn.testing.batches import BATCHES, BatchSpec
@@ -171,6 +172,11 @@ def instead() -> dict[str, Any]:
     return {}
 
 
+def votes_of(totals: np.ndarray) -> np.ndarray:
+    """Whether some number of each warp is above 2^15, for each of its threads."""
+    return np.broadcast_to((totals > 2**15).any((1, 2), keepdims=True), totals.shape).astype("i4")
+
+
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch, instead: dict[str, Any]) -> list[KernelCall]:
     """Launches of the kernel; numpy runs each, with the programs in another order every time."""
@@ -186,6 +192,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, instead: dict[str, Any]) -> list[K
         random.Random(len(calls)).shuffle(programs)
         gluon_in_numpy.run(call, programs, translation)
 
+    monkeypatch.setitem(gluon_in_numpy.ASSEMBLY, words.VOTE.value, votes_of)
     monkeypatch.setattr(KernelCall, "launch_through_triton", run)
     monkeypatch.setattr(hopper_launch, "_describe", lambda rows, box: rows)
     monkeypatch.setattr(Trial, "decode_kernel", DecodeKernel.HOPPER)
@@ -393,25 +400,40 @@ def test_it_keeps_all_that_is_promised(
     assert launched
 
 
-@pytest.mark.parametrize("instead", [{"_clear_tail": lambda *_: None}], indirect=False)
-@pytest.mark.parametrize("kind", ["pages_of_16", "few_rows", "e4m3"])
+@pytest.mark.parametrize(
+    "instead", [{"_clear_tail": lambda *_: None, "clear_tail": lambda *_: None}], indirect=False
+)
+@pytest.mark.parametrize("kind", ["pages_of_16", "few_rows", "e4m3", "wide_e4m3_pages_of_16"])
 def test_values_that_nobody_wrote_would_show(kind: str, launched: list[KernelCall]) -> None:
     assert findings(KINDS[kind])
     assert launched
 
 
-def pages_of_whole_runs(table: Any, first: Any, end: Any, cache: Any) -> Any:
-    """The pages of a block of keys, also of slots behind a request's last key."""
-    key = int(first) + np.arange(64)
-    at, pages = table + key // cache.BLOCK_SIZE, np.full(64, -1, np.int32)
-    mask, used = at.within(key < -(-int(end) // 16) * 16)
-    pages[mask] = at.storage[used]
-    return gluon_in_numpy.value(pages)
+def steep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make scores so large that the largest weight of a block is often too large."""
+    queries = batches.peaked_queries
+    monkeypatch.setattr(batches, "peaked_queries", lambda *given: 20 * queries(*given))
 
 
-@pytest.mark.parametrize("instead", [{"_pages": pages_of_whole_runs}], indirect=False)
-def test_converted_values_that_nobody_wrote_would_show(launched: list[KernelCall]) -> None:
-    assert findings(KINDS["wide_e4m3_pages_of_16"])
+@pytest.mark.parametrize("kind", ["wide_e4m3_in_parts", "wide_e4m3_verify"])
+@pytest.mark.parametrize("always", [False, True])
+def test_references_follow_scores_that_grow(
+    kind: str, always: bool, launched: list[KernelCall], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where every block is computed twice, whether or not a weight is too large."""
+    steep(monkeypatch)
+    if always:
+        monkeypatch.setitem(gluon_in_numpy.ASSEMBLY, words.VOTE.value, np.ones_like)
+    assert findings(KINDS[kind]) == {}
+    assert launched
+
+
+def test_weights_that_are_too_large_would_show(
+    launched: list[KernelCall], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steep(monkeypatch)
+    monkeypatch.setitem(gluon_in_numpy.ASSEMBLY, words.VOTE.value, np.zeros_like)
+    assert findings(KINDS["wide_e4m3_in_parts"])
     assert launched
 
 

@@ -430,11 +430,6 @@ def halves_of(words: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(words).view(np.int16).reshape(*words.shape, 2)
 
 
-def woven(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, ...]:
-    x, y = bytes_of(first), bytes_of(second)
-    return tuple(part[..., i] for i in range(4) for part in (x, y))
-
-
 def woven_pairs(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, ...]:
     x, y = halves_of(first), halves_of(second)
     return tuple(part[..., i] for i in range(2) for part in (x, y))
@@ -463,8 +458,6 @@ def test_states_of_few_heads_are_the_oracles(
     """
     monkeypatch.setattr(sparse_launch, "hopper_misfit", lambda *_: None)
     for text, meaning in {
-        packed.SPLIT_E4M3: lambda x: tuple(bytes_of(x)[..., i] for i in range(4)),
-        sparse_operands._WOVEN: woven,
         sparse_operands._WOVEN_PAIRS: woven_pairs,
         sparse_parts._LOG2: np.log2,
         sparse_parts._EXP2: np.exp2,

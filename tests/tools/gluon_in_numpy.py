@@ -232,15 +232,23 @@ class Words(Memory):
 
 
 class _Words(Memory):
+    """Columns of one stage's words, from column ``first`` on. Loads see what was there before."""
+
     def __init__(self, tile: Tile, first: int = 0) -> None:
-        super().__init__(tile.array)
+        words = np.ascontiguousarray(tile.array).view(np.int32)
+        super().__init__(words[:, first:])
         self._tile, self._first = tile, first
 
     def slice(self, start: int, length: int, dim: int) -> Memory:
-        return _Words(self._tile, self._first + start)
+        if dim == 0:
+            return super().slice(start, length, dim)
+        found = _Words(self._tile, self._first + start)
+        found.array = found.array[:, :length]
+        found.shape = found.array.shape
+        return found
 
     def store(self, x: np.ndarray) -> None:
-        numbers = np.ascontiguousarray(x).view(self.array.dtype)
+        numbers = np.ascontiguousarray(x).view(self._tile.array.dtype)
         self._tile.store(numbers, 2 * self._first)
 
 
@@ -373,6 +381,21 @@ def _halves(words: np.ndarray) -> tuple[np.ndarray, ...]:
     return tuple(words[..., None].view(np.int16)[..., i] for i in range(2))
 
 
+def _e4m3_of(words: np.ndarray) -> np.ndarray:
+    """The four e4m3 of each word as fp16, ``[..., 4]``."""
+    parts = np.ascontiguousarray(words).view(np.uint8).reshape(*words.shape, 4)
+    return torch.from_numpy(parts).view(torch.float8_e4m3fn).half().numpy()
+
+
+def _split_e4m3(words: np.ndarray) -> tuple[np.ndarray, ...]:
+    return tuple(_e4m3_of(words)[..., i] for i in range(4))
+
+
+def _woven_e4m3(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, ...]:
+    pairs = _e4m3_of(first), _e4m3_of(second)
+    return tuple(part[..., i] for i in range(4) for part in pairs)
+
+
 def _runs_exchanged(words: np.ndarray) -> np.ndarray:
     """A thread's words of four runs are one run of its own."""
     runs = words.reshape(len(words), -1, 4, 4)
@@ -384,6 +407,8 @@ ASSEMBLY: dict[str, Callable[..., Any]] = {
     quads._QUADS.value: _runs_exchanged,
     packed.SPLIT_HALVES.value: _halves,
     packed.E4M3_PAIRS.value: _e4m3_pairs,
+    packed.SPLIT_E4M3.value: _split_e4m3,
+    packed.WOVEN_E4M3.value: _woven_e4m3,
 }
 """The functions that inline assembly computes, by its text, on one or several arrays.
 
@@ -554,6 +579,7 @@ _NAMES: dict[str, Any] = {
     "e4m3_planes": _e4m3_planes,
     "opaque_zero": lambda: 0,
     "opaque": lambda x: x,
+    "opaque_int": lambda x: x,
     "program_number": lambda hidden=True: value(np.int32(_program(0))),
     "prefetch_l2": _nothing,
     "prefetch_runs": _nothing,

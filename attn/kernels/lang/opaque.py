@@ -32,6 +32,14 @@ def opaque(value):
 
 
 @gluon.jit
+def opaque_int(number):
+    """An int32, hidden from LLVM; what depends on it is computed where it is used."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def program_number(HIDDEN: gl.constexpr = _BY_PTXAS_13):
     """``gl.program_id(0)``, hidden from ptxas if HIDDEN.
 

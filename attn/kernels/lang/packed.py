@@ -19,6 +19,16 @@ E4M3_PAIRS = tl.constexpr(
     "{ .reg .b16 x, y; mov.b32 {x, y}, $2; cvt.rn.f16x2.e4m3x2 $0, x; cvt.rn.f16x2.e4m3x2 $1, y; }"
 )
 """Decode the four e4m3 elements of a 32-bit word to fp16, in two words of two."""
+WOVEN_E4M3 = tl.constexpr(
+    "{ .reg .b16 a, b, c, d; .reg .b32 x, y, p, q, r, s;"
+    " prmt.b32 x, $8, $9, 0x5140; prmt.b32 y, $8, $9, 0x7362;"
+    " mov.b32 {a, b}, x; mov.b32 {c, d}, y;"
+    " cvt.rn.f16x2.e4m3x2 p, a; cvt.rn.f16x2.e4m3x2 q, b;"
+    " cvt.rn.f16x2.e4m3x2 r, c; cvt.rn.f16x2.e4m3x2 s, d;"
+    " mov.b32 {$0, $1}, p; mov.b32 {$2, $3}, q; mov.b32 {$4, $5}, r; mov.b32 {$6, $7}, s; }"
+)
+"""Decode the four e4m3 elements of a key's word ($8) and of the next key's ($9) to fp16, and pair
+those of one column."""
 
 
 @gluon.jit

@@ -91,8 +91,7 @@ class LatentCache:
     """Descriptor of rows ``[N, BLOCK_SIZE, columns]`` in boxes ``[1, RUN, 64]``. A row has 576
     columns of 16 bits, or 288 words of two e4m3."""
     rope_desc: Descriptor
-    """Descriptor of the same rows in boxes as wide as the rotary part; None where ``k_desc`` serves
-    for that part too."""
+    """Descriptor of the same rows in boxes as wide as the rotary part."""
     table_ptr: gl.tensor
     """``[R, table_row]`` int32, pages of the requests."""
     table_row: Value
@@ -100,19 +99,15 @@ class LatentCache:
     k_scale_ptr: Value
     """One fp32, factor of keys and values in e4m3; None for a cache of another type."""
     cache_ptr: Value
-    """Pointer to the rows of ``k_desc``, or to bytes with E4M3; None where no row is read or
-    prefetched through it."""
+    """Pointer to the rows of ``k_desc``; None where no row is prefetched."""
     cache_block: Value
-    """int64, elements from a page to the next one, or units of 16 bytes with E4M3; read with
-    PREFETCH and with E4M3."""
-    ROW_UNITS: gl.constexpr
-    """int, units of 16 bytes from a token to the next one; read with E4M3."""
+    """int64, elements of ``k_desc`` from a page to the next one; read with PREFETCH."""
     BLOCK_SIZE: gl.constexpr
     """int, tokens of a page."""
     PREFETCH: gl.constexpr
     """bool, whether the producer prefetches the next tile into L2."""
     E4M3: gl.constexpr
-    """bool, whether rows are e4m3. The wide kernel's producer converts them then."""
+    """bool, whether rows are e4m3."""
 
 
 @aggregate
@@ -264,29 +259,32 @@ class Cut:
 
 @aggregate
 class WideRing:
-    """The shared memory through which the wide kernel's latent rows arrive: one tile of keys.
+    """The shared memory through which the wide kernel's latent rows arrive.
 
-    A tile is two blocks of 64 keys. A block arrives in three parts: the rotary columns, the left
-    half of the latent columns, and their right half.
+    A tile of keys is two blocks of 64 keys. A block arrives in three parts: the rotary columns, the
+    left half of the latent columns, and their right half. A box has RUN tokens and 64 elements of
+    16 bits, or words of two e4m3.
     """
 
     left_boxes: gl.shared_memory_descriptor
-    """``[2 * 4 * 64 / BOX, 1, BOX, 64]`` of 16 bits, left halves as TMA writes them. A box has BOX
-    tokens: RUN, or 64 where the producer converts."""
+    """``[LEFT * boxes * 64 / RUN, 1, RUN, 64]`` of 16 bits, left halves as TMA writes them; a
+    half of a row is four boxes wide, or two over e4m3."""
     right_boxes: gl.shared_memory_descriptor
-    """``[2 * 4 * 64 / BOX, 1, BOX, 64]`` of 16 bits, right halves as TMA writes them."""
+    """``[RIGHT * boxes * 64 / RUN, 1, RUN, 64]`` of 16 bits, right halves."""
     rope_boxes: gl.shared_memory_descriptor
-    """``[2 * 64 / BOX, 1, BOX, 64]`` of 16 bits, rotary columns as TMA writes them."""
+    """``[2 * 64 / RUN, 1, RUN, 64]`` of 16 bits, or ``[..., 32]`` over e4m3: rotary columns of the
+    blocks of one tile."""
     full: gl.shared_memory_descriptor
-    """``[6, 1]`` mbarriers: a part is there. 0 and 1 are for the rotary columns of both blocks, 2
-    and 3 for the left halves, 4 and 5 for the right halves."""
+    """``[2 + LEFT + RIGHT, 1]`` mbarriers: a part is there. First those of both stages of rotary
+    columns, then of left halves, then of right halves."""
     empty: gl.shared_memory_descriptor
-    """``[6, 1]`` mbarriers: a part has been read; in the same order."""
+    """``[2 + LEFT + RIGHT, 1]`` mbarriers: a part has been read; in the same order."""
+    LEFT: gl.constexpr
+    """int, stages of left halves; a block takes the next."""
+    RIGHT: gl.constexpr
+    """int, stages of right halves."""
     RUN: gl.constexpr
-    """int, tokens that are loaded or prefetched together: they lie in one page."""
-    CLEARS: gl.constexpr
-    """bool, whether the consumers clear slots past a request's end, where TMA loads what is there.
-    A producer that converts stores zeros."""
+    """int, tokens of a box: they lie in one page."""
     EARLY: gl.constexpr
     """bool, whether half of the first block is freed while the second block is still arriving."""
 
@@ -301,22 +299,58 @@ class WideRoom:
     q_rope: gl.shared_memory_descriptor
     """``[1, 64, 64]`` of 16 bits, rotary columns of the queries."""
     weights: gl.shared_memory_descriptor
-    """``[1, 64, 64]`` of 16 bits, weights of one of a tile's two blocks."""
+    """``[1, 64, 64]`` of 16 bits, weights of one of a tile's two blocks, rows by keys. Over e4m3
+    ``[4, 64, 64]``, keys by rows: both blocks of two tiles in turn."""
     m_first: gl.shared_memory_descriptor
     """``[64]`` fp32, maxima after the first block."""
     m_second: gl.shared_memory_descriptor
     """``[64]`` fp32, maxima after the second block."""
+    references: gl.shared_memory_descriptor
+    """``[64]`` fp32, over e4m3: the score, in units of log 2, that a row's weights refer to."""
+    grown: gl.shared_memory_descriptor
+    """``[4, 64]`` fp32, over e4m3: the factors of rows whose reference a block raised, for each
+    buffer of weights."""
+    flags: gl.shared_memory_descriptor
+    """``[4, 1]`` int32, over e4m3: whether a block raised references, by buffer of weights."""
+    votes: gl.shared_memory_descriptor
+    """``[2, 128]`` uint8, over e4m3: whether a weight of either block may be too large, said by
+    each thread of the consumer's four warps."""
     sums: gl.shared_memory_descriptor
     """``[2, 64]`` fp32, the sums of the weights of each consumer's blocks."""
     factors: gl.shared_memory_descriptor
-    """``[2, 64]`` fp32, with an e4m3 cache: the factors of the rows' products in units of log 2,
-    and the factor of the output. Any other memory with another cache."""
+    """``[2, 64]`` fp32, over e4m3: the factors of the rows' products in units of log 2, and the
+    factor of the output."""
     ready: gl.shared_memory_descriptor
     """``[4, 1]`` mbarriers. 0 and 1: the weights of either block are stored. 2 and 3: the sums of
     either consumer are stored."""
+    taken: gl.shared_memory_descriptor
+    """``[4, 1]`` mbarriers, over e4m3: the other consumer has multiplied a buffer's weights."""
     loaded: gl.shared_memory_descriptor
-    """mbarrier: both consumers have stored their half of the queries. With an e4m3 cache, in turn:
-    the largest magnitudes of their half's rows, and the half."""
+    """``[2, 1]`` mbarriers: both consumers have stored their half of the queries; and, over e4m3,
+    the largest magnitudes of their half's rows."""
+
+
+@aggregate
+class WordOperands:
+    """Shared memory as one of the wide kernel's consumers reads it over e4m3."""
+
+    left: gl.shared_memory_descriptor
+    """``[4, 64, 64]`` int32, left halves of the latents of two tiles' blocks, as words of four."""
+    right: gl.shared_memory_descriptor
+    """``[4, 64, 64]`` int32, right halves."""
+    rope: gl.shared_memory_descriptor
+    """``[2, 64, 16]`` int32, rotary columns of both blocks of a tile."""
+    values: gl.shared_memory_descriptor
+    """``[4, 64, 64]`` int32, the half that is the consumer's part of the values."""
+    rows: gl.shared_memory_descriptor
+    """``[8 * 64, 32]`` int32, rows of the boxes of that half."""
+    weights: gl.shared_memory_descriptor
+    """``[8, 16, 64]`` fp16, weights of both blocks, 16 keys at a time."""
+    maxima: gl.shared_memory_descriptor
+    """``[4, 64]`` fp32, maxima of the consumer's warps, where its block's weights will be."""
+    sums: gl.shared_memory_descriptor
+    """``[4, 8, 64]`` fp32, of which the first are sums of all warps, where the rotary parts of
+    queries were."""
 
 
 @aggregate

@@ -13,9 +13,8 @@ the batch.
 
 **e4m3.** A latent row of e4m3 is 512 bytes of latent and 64 bytes of rotary key, half of a 16-bit
 row. Bytes are converted exactly to fp16 in registers, on their way into an operand: once along
-columns for scores, once along keys for the output. Products of warp groups need their operands in
-shared memory, as the wide kernel's converter stores them; for 16 rows that would take more of its
-bandwidth than products leave. The scale of the cache multiplies scores and the output.
+columns for scores, once along keys for the output. The scale of the cache multiplies scores and the
+output.
 
 **Tiles.** A tile is 64 keys of 16 bits or 128 keys of e4m3, the same number of bytes. Tiles of half
 the size took a fifth longer: shared memory is the limit with e4m3, and queries are read from it
@@ -184,7 +183,7 @@ def hopper_mla_narrow_kernel(
     )  # fmt: skip
     cache = LatentCache(
         k_desc=k_desc, rope_desc=rope_desc, table_ptr=table_ptr, table_row=table_row,
-        k_scale_ptr=k_scale_ptr, cache_ptr=None, cache_block=0, ROW_UNITS=0,
+        k_scale_ptr=k_scale_ptr, cache_ptr=None, cache_block=0,
         BLOCK_SIZE=BLOCK_SIZE, PREFETCH=False, E4M3=E4M3,
     )  # fmt: skip
     out = Out(

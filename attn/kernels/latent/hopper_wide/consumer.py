@@ -8,6 +8,8 @@ groups take turns, one buffer holds the weights of either block.
 
     0:  output += P1 V1 (of the tile before); scores of block 0; softmax; P0, m; output += P0 V0
     1:  scores of block 1; takes P0, m; output += P0 V0, softmax under it; P1, m; output += P1 V1
+
+Over e4m3 :mod:`attn.kernels.latent.hopper_wide.words` takes the place of all that.
 """
 
 from __future__ import annotations
@@ -31,32 +33,16 @@ from attn.kernels.lang.constants import LOG2E
 from attn.kernels.lang.opaque import opaque, opaque_zero, program_number
 from attn.kernels.lang.structures import State
 from attn.kernels.lang.wgmma import base_of, scaled_rows
-from attn.kernels.latent.hopper_wide.parts import BLOCK, HALF, cut_at
+from attn.kernels.latent.hopper_wide.operands import natural_columns, query_column
+from attn.kernels.latent.hopper_wide.parts import BLOCK, HALF, clear_tail, cut_at
+from attn.kernels.latent.hopper_wide.words import (
+    BY_ROW,
+    attend_to_words,
+    word_operands,
+)
 from attn.kernels.latent.structures import Operands, causal_bounds
 
 _TILE = tl.constexpr(128)
-_HEADROOM = tl.constexpr(14.0)
-"""How far weights over e4m3 may be above 1, in units of log 2."""
-
-
-@gluon.jit
-def _clear_tail(rows, z, live, ring, W: gl.constexpr):
-    """Zero the values of block W from key ``live`` to the end of its run of RUN keys.
-
-    No request wrote those slots, so they may hold NaN, and zero times NaN is NaN. Pages without
-    live slots are zeros already. ``rows`` is the warp group's half of the values, seen as rows of
-    boxes; the swizzle of a row's columns does not matter to zeros.
-    """
-    RUN: gl.constexpr = ring.RUN
-    if ring.CLEARS:
-        if (live > 0) & (live < BLOCK) & (live % RUN != 0):
-            zeros = gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
-            for row in range(live, (live // RUN + 1) * RUN):
-                for i in gl.static_range(4):
-                    rows.index(z + (4 * W + i) * BLOCK + row).store(zeros)
-            # The zeros must be visible before products read them and before TMA overwrites them.
-            fence_async_shared()
-            thread_barrier()
 
 
 @gluon.jit
@@ -91,50 +77,13 @@ def _all_scores(s, z, phase, key_tile, operands, ring, bounds, W: gl.constexpr):
 
 
 @gluon.jit
-def _factor(query, room, tile):
-    """The factor of products: the layer's scale in units of log 2, one number for all rows.
+def _factor(query):
+    """The factor of products: the layer's scale in units of log 2.
 
     It is computed for each tile. A product that the compiler knows would be computed at the start
-    of the kernel and occupy a register in all warp groups, and Triton 3.9 spills. Over e4m3 the
-    factors of rows are read from shared memory, ``[64]``.
+    of the kernel and occupy a register in all warp groups, and Triton 3.9 spills.
     """
-    if tile.E4M3:
-        factor = room.factors.index(opaque_zero()).load(gl.SliceLayout(1, tile.SCORES))
-    else:
-        factor = opaque(query.scale) * LOG2E
-    return factor
-
-
-@gluon.jit
-def _cache_scale(room, ROWS: gl.constexpr):
-    """The scale of an e4m3 cache, ``[64]`` fp32 of one number.
-
-    It is in shared memory: a load from where the engine keeps it could wait for memory.
-    """
-    return room.factors.index(opaque_zero() + 1).load(ROWS)
-
-
-@gluon.jit
-def _top_of(s, factor, tile):
-    """The maximum that a block of scores gives its rows, ``[64]`` in units of log 2.
-
-    Over e4m3 it is 14 less than the largest score's: weights are fp16, and those below 2^-24 would
-    be lost. So they are up to 2^14, and down to 2^-38 of the largest.
-    """
-    top = gl.max(s, 1) * factor
-    if tile.E4M3:
-        top -= _HEADROOM
-    return top
-
-
-@gluon.jit
-def _weights(s, factor, base, tile):
-    """Weights of a block of scores, ``[64, 64]`` fp32, relative to ``base`` ``[64]``."""
-    if tile.E4M3:
-        x = scaled_rows(s, factor)
-    else:
-        x = s * factor
-    return gl.exp2(x - base[:, None])
+    return opaque(query.scale) * LOG2E
 
 
 @gluon.jit
@@ -162,7 +111,7 @@ def _take_second(z, turn, key_tile, state, operands, ring, room, kv_len, SCORES:
     top = room.m_second.load(gl.SliceLayout(1, SCORES))
     shrink = gl.exp2(state.m - base_of(top))
     o = scaled_rows(state.acc, shrink)
-    _clear_tail(operands.rows, z, kv_len - key_tile * _TILE - BLOCK, ring, 1)
+    clear_tail(operands.rows, z + 4, kv_len - key_tile * _TILE - BLOCK, ring, 4)
     l = state.l * shrink
     o = warpgroup_mma(room.weights.index(z), operands.left.index(z + 1), o, is_async=True)
     return top, l, o
@@ -192,17 +141,17 @@ def _first_block(
         thread_barrier()
         mbarrier.arrive(ring.empty.index(3), count=1)
     s = _all_scores(s, z, phase, key_tile, operands, ring, bounds, 0)
-    factor = _factor(query, room, tile)
+    factor = _factor(query)
     # Maxima are in units of log 2 and rounded once, so that differences of two are nearly exact.
-    top = gl.maximum(m, _top_of(s, factor, tile))
+    top = gl.maximum(m, gl.max(s, 1) * factor)
     base = base_of(top)
-    weights = _weights(s, factor, base, tile)
+    weights = gl.exp2(s * factor - base[:, None])
     narrow = weights.to(tile.DTYPE)
     _publish(narrow, top, room.m_first, ring, room, 0)
     shrink = gl.exp2(m - base)
     o = scaled_rows(o, shrink)
     l = l * shrink + gl.sum(weights, 1)
-    _clear_tail(operands.rows, z, bounds.kv_len - key_tile * _TILE, ring, 0)
+    clear_tail(operands.rows, z, bounds.kv_len - key_tile * _TILE, ring, 4)
     operand = gl.convert_layout(narrow, gl.DotOperandLayout(0, tile.OUTPUT, 2))
     o = warpgroup_mma(operand, operands.left.index(z), o, is_async=True)
     o = warpgroup_mma_wait(0, deps=[o])
@@ -221,7 +170,7 @@ def _take_first(z, turn, key_tile, state, operands, ring, room, kv_len, SCORES: 
     top = room.m_first.load(gl.SliceLayout(1, SCORES))
     shrink = gl.exp2(state.m - base_of(top))
     o = scaled_rows(state.acc, shrink)
-    _clear_tail(operands.rows, z, kv_len - key_tile * _TILE, ring, 0)
+    clear_tail(operands.rows, z, kv_len - key_tile * _TILE, ring, 4)
     o = warpgroup_mma(room.weights.index(z), operands.right.index(z), o, is_async=True)
     return top, shrink, o
 
@@ -247,8 +196,8 @@ def _second_block(turn, key_tile, state, operands, query, bounds, ring, room, ti
         mbarrier.arrive(ring.empty.index(4), count=1)
     s = _scores(z, phase, operands, ring, 1, SCORES)
     s = _all_scores(s, z, phase, key_tile, operands, ring, bounds, 1)
-    factor = _factor(query, room, tile)
-    own = _top_of(s, factor, tile)
+    factor = _factor(query)
+    own = gl.max(s, 1) * factor
     if not EARLY:
         first, shrink, o = _take_first(
             z, turn, key_tile, state, operands, ring, room, bounds.kv_len, SCORES
@@ -256,7 +205,7 @@ def _second_block(turn, key_tile, state, operands, query, bounds, ring, room, ti
     top = gl.maximum(first, own)
     base = base_of(top)
     # Unless EARLY, this runs while the product with the first block does.
-    weights = _weights(s, factor, base, tile)
+    weights = gl.exp2(s * factor - base[:, None])
     again = gl.exp2(first - base)
     l = state.l * (shrink * again) + gl.sum(weights, 1)
     narrow = weights.to(tile.DTYPE)
@@ -267,7 +216,7 @@ def _second_block(turn, key_tile, state, operands, query, bounds, ring, room, ti
     if not EARLY:
         mbarrier.arrive(ring.empty.index(4), count=1)
     o = scaled_rows(o, again)
-    _clear_tail(operands.rows, z, bounds.kv_len - key_tile * _TILE - BLOCK, ring, 1)
+    clear_tail(operands.rows, z + 4, bounds.kv_len - key_tile * _TILE - BLOCK, ring, 4)
     operand = gl.convert_layout(narrow, gl.DotOperandLayout(0, tile.OUTPUT, 2))
     o = warpgroup_mma(operand, operands.right.index(z + 1), o, is_async=True)
     o = warpgroup_mma_wait(0, deps=[o])
@@ -298,6 +247,8 @@ def _load_queries(token, count, in_group, walks, query, room, tile, W: gl.conste
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
+    if tile.E4M3:
+        column = query_column(column)
     tokens, head, wanted = _query_rows(token, count, in_group, tile, LAYOUT)
     at = query.absorbed_at(tokens, head)[:, None] + (W * HALF + column)[None, :]
     rotary_at = query.rotary_at(tokens, head)[:, None] + column[None, :]
@@ -314,7 +265,7 @@ def _load_queries(token, count, in_group, walks, query, room, tile, W: gl.conste
         most = gl.maximum(_largest(p0, p1), _largest(p2, p3))
         if W == 0:
             most = gl.maximum(most, _largest(rotary, rotary))
-        down = _agreed_guard(most, query, room, W)
+        down = _agreed_guard(most, walks, query, room, W)
         p0 = _in_range(p0, down, tile.DTYPE)
         p1 = _in_range(p1, down, tile.DTYPE)
         p2 = _in_range(p2, down, tile.DTYPE)
@@ -322,18 +273,18 @@ def _load_queries(token, count, in_group, walks, query, room, tile, W: gl.conste
         if W == 0:
             rotary = _in_range(rotary, down, tile.DTYPE)
     boxes = room.q_boxes
-    boxes.index(W * 4).store(p0)
-    boxes.index(W * 4 + 1).store(p1)
-    boxes.index(W * 4 + 2).store(p2)
-    boxes.index(W * 4 + 3).store(p3)
+    # Otherwise addresses would be computed at the start and spilled.
+    z = opaque_zero() if tile.E4M3 else 0
+    boxes.index(z + W * 4).store(p0)
+    boxes.index(z + W * 4 + 1).store(p1)
+    boxes.index(z + W * 4 + 2).store(p2)
+    boxes.index(z + W * 4 + 3).store(p3)
     if W == 0:
-        room.q_rope.index(0).store(rotary)
+        room.q_rope.index(z).store(rotary)
     fence_async_shared()
     thread_barrier()
-    mbarrier.arrive(room.loaded, count=1)
-    # Over e4m3 the barrier's even phases are of the exchange of maxima.
-    phase = 1 if tile.E4M3 else walks & 1
-    mbarrier.wait(room.loaded, phase)
+    mbarrier.arrive(room.loaded.index(0), count=1)
+    mbarrier.wait(room.loaded.index(0), walks & 1)
 
 
 @gluon.jit
@@ -349,22 +300,29 @@ def _in_range(part, down, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def _agreed_guard(most, query, room, W: gl.constexpr):
+def _cache_scale(room, ROWS: gl.constexpr):
+    """The scale of an e4m3 cache, ``[64]`` fp32 of one number.
+
+    It is in shared memory: a load from where the engine keeps it could wait for memory.
+    """
+    return room.factors.index(opaque_zero() + 1).load(ROWS)
+
+
+@gluon.jit
+def _agreed_guard(most, walks, query, room, W: gl.constexpr):
     """Powers of two by which rows of queries are multiplied, ``[64]`` fp32.
 
     ``most`` ``[64]`` are the largest magnitudes in the warp group's part of the rows; the other
-    group's come through the memory for maxima, which nobody uses between two items. Warp group 0
-    stores the factors of the rows' products.
+    group's come through the memory for factors of rows, which nobody uses between two items. Warp
+    group 0 stores the factors of the rows' products.
     """
     ROWS: gl.constexpr = most.type.layout
-    own, other = room.m_first, room.m_second
-    if W == 1:
-        own, other = room.m_second, room.m_first
-    own.store(most)
+    z = opaque_zero()
+    room.grown.index(z + W).store(most)
     thread_barrier()
-    mbarrier.arrive(room.loaded, count=1)
-    mbarrier.wait(room.loaded, 0)
-    down, up = power_of_two_guard(gl.maximum(most, other.load(ROWS)))
+    mbarrier.arrive(room.loaded.index(1), count=1)
+    mbarrier.wait(room.loaded.index(1), walks & 1)
+    down, up = power_of_two_guard(gl.maximum(most, room.grown.index(z + 1 - W).load(ROWS)))
     if W == 0:
         factors = up * _cache_scale(room, ROWS) * (query.scale * LOG2E)
         room.factors.index(opaque_zero()).store(factors)
@@ -437,7 +395,7 @@ def _with_all_sums(W: gl.constexpr, state, walks, room):
 
 
 @gluon.jit
-def _write_part(W: gl.constexpr, cut, in_group, state, operands, room, plan, out, tile):
+def _write_part(W: gl.constexpr, cut, in_group, state, room, plan, out, tile):
     """Write warp group W's half of a part's output; group 0 also writes the LSE.
 
     A part that has all keys of its queries is the result. Any other goes to a slot of the program,
@@ -447,17 +405,26 @@ def _write_part(W: gl.constexpr, cut, in_group, state, operands, room, plan, out
     This runs once for a work item and waits for its instructions to be fetched. So the code is kept
     short: rows go through shared memory to threads that write 16 bytes at a time.
     """
-    ROW: gl.constexpr = gl.SliceLayout(1, tile.OUTPUT)
+    # Over e4m3 a thread has one row, but all rows of its columns of the output.
+    OUTPUT: gl.constexpr = BY_ROW if tile.E4M3 else tile.OUTPUT
+    ROW: gl.constexpr = gl.SliceLayout(1, OUTPUT)
     WRITES_LSE: gl.constexpr = out.LSE and W == 0
     m = gl.convert_layout(state.m, ROW)
     l = gl.convert_layout(state.l, ROW)
     some = m > float("-inf")
     by = 1.0 / gl.where(some, l, 1.0)
-    if tile.E4M3:
-        by *= _cache_scale(room, ROW)
     # The queries' shared memory is free: the groups met after the last product that reads it.
-    written = (state.acc * by[:, None]).to(out.out_ptr.dtype.element_ty)
-    operands.q.index(W).store(written.to(tile.DTYPE, bitcast=True))
+    if tile.E4M3:
+        z = opaque_zero()
+        room.grown.index(z + W).store(by * _cache_scale(room, ROW))
+        thread_barrier()
+        by = room.grown.index(z + W).load(gl.SliceLayout(0, tile.OUTPUT))
+        written = natural_columns((state.acc * by[None, :]).to(out.out_ptr.dtype.element_ty))
+    else:
+        written = (state.acc * by[:, None]).to(out.out_ptr.dtype.element_ty)
+    halves = reinterpret(room.q_boxes, tile.DTYPE, [2, 64, 256], gl.NVMMASharedLayout(128, 16, 2))
+    z = opaque_zero() if tile.E4M3 else 0
+    halves.index(z + W).store(written.to(tile.DTYPE, bitcast=True))
     # These are loaded once more instead of being kept in registers during the loop.
     count = gl.load(cut.fields + 2)
     token = gl.load(cut.fields + 1)
@@ -467,7 +434,7 @@ def _write_part(W: gl.constexpr, cut, in_group, state, operands, room, plan, out
     slot = wide(2 * program_number() + gl.where(cut.begin == 0, 1, 0))
     if is_result:
         if WRITES_LSE:
-            tokens, head, wanted = _query_rows(token, count, in_group, tile, tile.OUTPUT)
+            tokens, head, wanted = _query_rows(token, count, in_group, tile, OUTPUT)
             write_lse(some, m, l, tokens, head, wanted, out.lse_ptr, out.lse_token)
     elif W == 0:
         place = gl.arange(0, 64, layout=ROW) + opaque_zero()
@@ -486,7 +453,7 @@ def _write_part(W: gl.constexpr, cut, in_group, state, operands, room, plan, out
     # Eight times zero: the compiler has to know that a thread's columns are aligned.
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT)) + 8 * opaque_zero()
     for i in gl.static_range(4):
-        part = room.q_boxes.index(W * 4 + i).load(LAYOUT)
+        part = room.q_boxes.index(z + W * 4 + i).load(LAYOUT)
         cells = to + at[:, None] + (W * HALF + i * 64 + column)[None, :]
         gl.store(cells, part.to(out.out_ptr.dtype.element_ty, bitcast=True), mask=wanted[:, None])
     # The next item's queries come where the output was.
@@ -497,7 +464,10 @@ def _write_part(W: gl.constexpr, cut, in_group, state, operands, room, plan, out
 def consume_latents(W: gl.constexpr, query, ring, room, plan, out, tile):
     """Attend to all parts that the program takes; warp group W has half of the output's columns."""
     SUMS: gl.constexpr = gl.SliceLayout(1, tile.SCORES)
-    operands = _operands_of(W, ring, room, tile)
+    if tile.E4M3:
+        operands = word_operands(W, ring, room)
+    else:
+        operands = _operands_of(W, ring, room, tile)
     first_row, begin, past_row, mine, fields = share_at(plan.shares_ptr, plan.HEADS)
     turn = 0
     walks = 0
@@ -505,18 +475,32 @@ def consume_latents(W: gl.constexpr, query, ring, room, plan, out, tile):
         cut = cut_at(r, mine, fields, begin)
         lane = gl.program_id(0) % plan.HEADS
         in_group = ((r % plan.HEAD_LOOPS) * plan.HEADS + lane) * tile.TILE_HEADS
-        bounds = causal_bounds(cut.first, cut.kv_len, tile)
-        state = State(
-            m=gl.full([64], float("-inf"), gl.float32, SUMS),
-            l=gl.zeros([64], gl.float32, SUMS),
-            acc=gl.zeros([64, HALF], gl.float32, tile.OUTPUT),
-        )
-        if cut.high > cut.begin:
+        some = cut.high > cut.begin
+        if some:
             token = gl.load(fields + 1)
             count = gl.load(fields + 2)
             _load_queries(token, count, in_group, walks, query, room, tile, W)
-            state, turn = _attend(W, cut, state, turn, operands, query, bounds, ring, room, tile)
-            state, walks = _with_all_sums(W, state, walks, room)
-        _write_part(W, cut, in_group, state, operands, room, plan, out, tile)
+        if tile.E4M3:
+            ROWS: gl.constexpr = gl.SliceLayout(1, BY_ROW)
+            l = gl.zeros([64], gl.float32, ROWS)
+            o = gl.zeros([HALF, 64], gl.float32, tile.OUTPUT)
+            if some:
+                l, o, turn = attend_to_words(W, cut, o, turn, walks, operands, ring, room, tile)
+                walks += 1
+            m = gl.where(some, room.references.load(ROWS), float("-inf"))
+            state = State(m=m, l=l, acc=o)
+        else:
+            state = State(
+                m=gl.full([64], float("-inf"), gl.float32, SUMS),
+                l=gl.zeros([64], gl.float32, SUMS),
+                acc=gl.zeros([64, HALF], gl.float32, tile.OUTPUT),
+            )
+            if some:
+                bounds = causal_bounds(cut.first, cut.kv_len, tile)
+                state, turn = _attend(
+                    W, cut, state, turn, operands, query, bounds, ring, room, tile
+                )
+                state, walks = _with_all_sums(W, state, walks, room)
+        _write_part(W, cut, in_group, state, room, plan, out, tile)
         begin = 0
         fields = plan.rows_ptr + wide(((r + 1) // plan.HEAD_LOOPS) * FIELDS)

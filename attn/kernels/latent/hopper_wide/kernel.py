@@ -2,8 +2,8 @@
 
 A work item is up to 64 query rows (query tokens x query heads). Two consumer warp groups multiply,
 each with half of the output's columns. A row of the cache is read once: all of it is the key, and
-its first 512 columns are the value. Over a cache of e4m3 a warp group converts rows to fp16 on
-their way into shared memory (:mod:`attn.kernels.latent.hopper_wide.converter`).
+its first 512 columns are the value. Over a cache of e4m3 they convert bytes to fp16
+in registers (:mod:`attn.kernels.latent.hopper_wide.words`).
 
 **Cuts.** Every program takes the same number of key tiles, and a work item is cut wherever that
 falls. The state of 64 query rows is 128 KiB, all that registers hold. Keeping one such state for
@@ -15,8 +15,7 @@ lengths in the batch, and is the same in every launch.
 
 **Dead keys.** A page is not read if no query row sees a key of it; TMA fills its place with zeros,
 by a box outside the cache. Slots past the end of a request share a page with live slots and may
-hold anything. As values they are overwritten with zeros, since zero times NaN is NaN. A converting
-producer does not read them, and stores zeros.
+hold anything. As values they are overwritten with zeros, since zero times NaN is NaN.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from attn.kernels.lang.compat import let_kernels_behind_start, wait_for_kernels_before
 from attn.kernels.lang.structures import Out, Plan, Tile
 from attn.kernels.latent.hopper_wide.consumer import consume_latents
-from attn.kernels.latent.hopper_wide.converter import convert_latents
 from attn.kernels.latent.hopper_wide.parts import BLOCK, HALF
 from attn.kernels.latent.hopper_wide.producer import produce_latents
 from attn.kernels.latent.structures import LatentCache, LatentQuery, WideRing, WideRoom
@@ -39,12 +37,11 @@ _SECOND = tl.constexpr(232)
 _PRODUCER = tl.constexpr(56)
 """Registers of a thread of the producer. With fewer, Triton 3.9 spills values that both warp group
 1 and the producer compute from the thread's number, since the producer's code keeps them."""
-_SECOND_OF_E4M3 = tl.constexpr(208)
-"""Registers of a thread of warp group 1 with a cache of e4m3, where nothing is cleared. Warp group
-0 has 216, as otherwise."""
-_CONVERTER = tl.constexpr(80)
-"""Registers of a thread of the producer that converts e4m3: 40 words of four elements, and their
-addresses. With 72 Triton 3.6 spills."""
+_SECOND_OF_E4M3 = tl.constexpr(240)
+"""Registers of a thread of warp group 1 over e4m3. Warp group 0 has as many: both hold converted
+operands of two products."""
+_PRODUCER_OF_E4M3 = tl.constexpr(24)
+"""Registers of a thread of the producer over e4m3."""
 
 
 @gluon.jit(
@@ -58,6 +55,7 @@ def hopper_mla_kernel(
     query_ptr,
     rotary_ptr,
     k_desc,
+    rope_desc,
     cache_ptr,
     out_ptr,
     lse_ptr,
@@ -84,7 +82,6 @@ def hopper_mla_kernel(
     TILE_HEADS: gl.constexpr,
     QUERY_TOKENS: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
-    ROW_UNITS: gl.constexpr,
     RUN: gl.constexpr,
     OUT_TOKEN: gl.constexpr,
     OUT_HEAD: gl.constexpr,
@@ -99,11 +96,11 @@ def hopper_mla_kernel(
     Of the ``num_rows`` rows of output and LSE, those that no work item has are cleared.
 
     ``k_desc`` describes latent rows ``[N, BLOCK_SIZE, 576]`` in boxes of RUN tokens and 64 columns;
-    ``cache_ptr`` is their address, for prefetches. With E4M3, which says that rows are bytes of
-    e4m3, ``cache_ptr`` is of bytes, ``cache_block`` and ROW_UNITS are the units of 16 bytes from
-    page to page and from token to token, ``k_scale`` is an fp32 scalar, products are of fp16, and
-    nothing is read through ``k_desc``. Query is ``[T, H, 512]`` and rotary
-    ``[T, H, 64]``, whose strides of tokens and heads are in units of 16 bytes; out is
+    ``cache_ptr`` is their address, for prefetches, and ``cache_block`` the elements from page to
+    page. With E4M3 rows are bytes of e4m3, which descriptors and ``cache_block`` count as words of
+    two: ``k_desc`` ``[N, BLOCK_SIZE, 288]``, and ``rope_desc`` the same in boxes of 32 words.
+    ``k_scale`` is an fp32 scalar then, and products are of fp16. Query is ``[T, H, 512]`` and
+    rotary ``[T, H, 64]``, whose strides of tokens and heads are in units of 16 bytes; out is
     ``[T, H, 512]``, LSE ``[T, H]``; rows and shares are tensors of the plan.
 
     A program has two parts ``[TILE_HEADS * QUERY_TOKENS, 512]`` of the output's type among the
@@ -113,17 +110,28 @@ def hopper_mla_kernel(
     DTYPE: gl.constexpr = gl.float16 if E4M3 else k_desc.dtype
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     STAGES: gl.constexpr = gl.NVMMASharedLayout(128, 16, 3)
+    ROPES: gl.constexpr = gl.NVMMASharedLayout(64 if E4M3 else 128, 16, 3)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    BOX: gl.constexpr = BLOCK if E4M3 else RUN
-    BOXES: gl.constexpr = BLOCK // BOX
+    BOXES: gl.constexpr = BLOCK // RUN
+    # Stages of left and right halves; and of weights.
+    LEFT: gl.constexpr = 4 if E4M3 else 2
+    RIGHT: gl.constexpr = 3 if E4M3 else 2
+    PARTS: gl.constexpr = 2 + LEFT + RIGHT
+    SIDE: gl.constexpr = 2 if E4M3 else 4
+    STORED: gl.constexpr = gl.int16 if E4M3 else k_desc.dtype
+    rotary_columns = k_desc
+    rows_ptr_of = cache_ptr
+    if E4M3:
+        rotary_columns = rope_desc
+        rows_ptr_of = cache_ptr.to(gl.pointer_type(gl.int16), bitcast=True)
     query = LatentQuery(
         query_ptr=query_ptr, rotary_ptr=rotary_ptr, query_token=query_token, query_head=query_head,
         rotary_token=rotary_token, rotary_head=rotary_head, scale=scale,
     )  # fmt: skip
     cache = LatentCache(
-        k_desc=k_desc, rope_desc=None, table_ptr=table_ptr, table_row=table_row, k_scale_ptr=None,
-        cache_ptr=cache_ptr, cache_block=cache_block, ROW_UNITS=ROW_UNITS, BLOCK_SIZE=BLOCK_SIZE,
+        k_desc=k_desc, rope_desc=rotary_columns, table_ptr=table_ptr, table_row=table_row,
+        k_scale_ptr=None, cache_ptr=rows_ptr_of, cache_block=cache_block, BLOCK_SIZE=BLOCK_SIZE,
         PREFETCH=PREFETCH, E4M3=E4M3,
     )  # fmt: skip
     # Work items are cut between any two tiles, so this plan has no segments.
@@ -137,38 +145,55 @@ def hopper_mla_kernel(
         out_token=OUT_TOKEN, out_head=OUT_HEAD, lse_token=LSE_TOKEN, SINKS=False, FP8_OUT=False,
         LSE=LSE,
     )  # fmt: skip
+    # Over e4m3 keys are the rows of scores, and columns those of the output.
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64 if E4M3 else HALF, 16])
     tile = Tile(
         GROUP=GROUP, TILE_HEADS=TILE_HEADS, USED=TILE_HEADS * QUERY_TOKENS, ROWS=64, SIZE=2 * HALF,
-        WIDTH=2 * HALF,
-        DTYPE=DTYPE, E4M3=E4M3, SCORES=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16]),
-        OUTPUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16]), CONSUMERS=2,
+        WIDTH=2 * HALF, DTYPE=DTYPE, E4M3=E4M3, SCORES=SCORES, OUTPUT=OUTPUT, CONSUMERS=2,
         FINISH_ROWS=0, FINISH_WIDTH=0,
     )  # fmt: skip
-    # Both blocks of a tile of keys: left half of the latents, right half, rope.
-    left_boxes = gl.allocate_shared_memory(DTYPE, [8 * BOXES, 1, BOX, 64], STAGES)
-    right_boxes = gl.allocate_shared_memory(DTYPE, [8 * BOXES, 1, BOX, 64], STAGES)
-    rope_boxes = gl.allocate_shared_memory(DTYPE, [2 * BOXES, 1, BOX, 64], STAGES)
+    # Both blocks of a tile of keys, of two tiles over e4m3: left half of the latents, right half,
+    # rope.
+    left_boxes = gl.allocate_shared_memory(STORED, [LEFT * SIDE * BOXES, 1, RUN, 64], STAGES)
+    right_boxes = gl.allocate_shared_memory(STORED, [RIGHT * SIDE * BOXES, 1, RUN, 64], STAGES)
+    rope_boxes = gl.allocate_shared_memory(STORED, [2 * BOXES, 1, RUN, 16 * SIDE], ROPES)
     # Queries: left half and right half in one allocation, rope in another. Triton 3.8 can read an
     # allocation as tiles only if the tiles are all of it.
     q_boxes = gl.allocate_shared_memory(DTYPE, [8, 64, 64], LAYOUT)
     q_rope = gl.allocate_shared_memory(DTYPE, [1, 64, 64], LAYOUT)
-    weights = gl.allocate_shared_memory(DTYPE, [1, 64, 64], LAYOUT)
+    weights = gl.allocate_shared_memory(DTYPE, [4 if E4M3 else 1, 64, 64], LAYOUT)
     m_first = gl.allocate_shared_memory(gl.float32, [64], FLAT)
-    m_second = gl.allocate_shared_memory(gl.float32, [64], FLAT)
-    sums = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
-    factors = sums
-    if E4M3:
-        factors = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
-    full = gl.allocate_shared_memory(gl.int64, [6, 1], BARRIER)
-    empty = gl.allocate_shared_memory(gl.int64, [6, 1], BARRIER)
+    full = gl.allocate_shared_memory(gl.int64, [PARTS, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [PARTS, 1], BARRIER)
     ready = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
-    loaded = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
-    for i in gl.static_range(6):
+    loaded = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    if E4M3:
+        m_second = m_first
+        sums = m_first
+        grown = gl.allocate_shared_memory(gl.float32, [4, 64], FLAT)
+        flags = gl.allocate_shared_memory(gl.int32, [4, 1], FLAT)
+        votes = gl.allocate_shared_memory(gl.uint8, [2, 128], FLAT)
+        factors = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
+        taken = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
+        for i in gl.static_range(4):
+            mbarrier.init(taken.index(i), count=1)
+    else:
+        # Nobody uses the memory of these names.
+        m_second = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+        sums = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
+        grown = sums
+        flags = sums
+        votes = sums
+        factors = sums
+        taken = ready
+    for i in gl.static_range(PARTS):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
     for i in gl.static_range(4):
         mbarrier.init(ready.index(i), count=1)
-    mbarrier.init(loaded.index(0), count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(loaded.index(i), count=2)
     # TMA sees memory through another proxy than threads do: make the barriers visible to it.
     fence_async_shared()
     wait_for_kernels_before()
@@ -180,29 +205,19 @@ def hopper_mla_kernel(
         factors.index(1).store(gl.full([64], gl.load(k_scale_ptr), gl.float32, ROWS))
     ring = WideRing(
         left_boxes=left_boxes, right_boxes=right_boxes, rope_boxes=rope_boxes, full=full,
-        empty=empty, RUN=RUN, CLEARS=not E4M3, EARLY=EARLY,
+        empty=empty, LEFT=LEFT, RIGHT=RIGHT, RUN=RUN, EARLY=EARLY,
     )  # fmt: skip
     room = WideRoom(
         q_boxes=q_boxes, q_rope=q_rope, weights=weights, m_first=m_first, m_second=m_second,
-        sums=sums, factors=factors, ready=ready, loaded=loaded.index(0),
+        references=m_first, grown=grown, flags=flags, votes=votes, sums=sums, factors=factors,
+        ready=ready, taken=taken, loaded=loaded,
     )  # fmt: skip
-    if E4M3:
-        gl.warp_specialize(
-            [
-                (consume_latents, (0, query, ring, room, plan, out, tile)),
-                (consume_latents, (1, query, ring, room, plan, out, tile)),
-                (convert_latents, (num_rows, cache, ring, plan, out, GROUP)),
-            ],
-            [4, 4],
-            [_SECOND_OF_E4M3, _CONVERTER],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (consume_latents, (0, query, ring, room, plan, out, tile)),
-                (consume_latents, (1, query, ring, room, plan, out, tile)),
-                (produce_latents, (num_rows, cache, ring, room, plan, out, GROUP)),
-            ],
-            [4, 1],
-            [_SECOND, _PRODUCER],
-        )
+    gl.warp_specialize(
+        [
+            (consume_latents, (0, query, ring, room, plan, out, tile)),
+            (consume_latents, (1, query, ring, room, plan, out, tile)),
+            (produce_latents, (num_rows, cache, ring, room, plan, out, GROUP)),
+        ],
+        [4, 1],
+        [_SECOND_OF_E4M3, _PRODUCER_OF_E4M3] if E4M3 else [_SECOND, _PRODUCER],
+    )

@@ -139,6 +139,13 @@ class HopperLatentLauncher:
         if described is None:
             described = rows.described[hopper.run] = self._described(hopper.run, tensors)
         row_desc, rope_desc = described
+        last: tuple[Any, ...]
+        if fold is None:
+            last = (rope_desc,)
+        elif self._is_quantized:
+            last = rope_desc, tensors.latent
+        else:
+            last = (tensors.latent,)
         programs, pointers, table = plan.groups * plan.heads, plan.pointers, step.block_table
         attends(
             (programs,),
@@ -156,7 +163,7 @@ class HopperLatentLauncher:
             table.stride()[0],
             output.shape[0],
             tensors.k_scale,
-            rope_desc if fold is None else tensors.latent,
+            *last,
         )
         if fold is not None:
             fold((programs * slices,), output, lse, pointers)
@@ -208,23 +215,23 @@ class HopperLatentLauncher:
             "LSE": lse is not None,
         }
         if plan.depends_on_batch:
-            cells = UNIT_BYTES // rows.element_size() if self._is_quantized else 1
+            # Two e4m3 are one element of the descriptors.
             fixed |= {
-                "cache_block": rows.stride(0) // cells,
-                "ROW_UNITS": rows.stride(1) * rows.element_size() // UNIT_BYTES,
+                "cache_block": rows.stride(0) * rows.element_size() // 2,
                 "E4M3": self._is_quantized,
                 # Where one work item reads a request's keys, memory is the limit: half of a block
                 # is freed early. Where several do, products are the limit: nothing is freed early,
-                # and the programs prefetch the next tile into L2. Rows of e4m3 are prefetched
-                # always, since few of their bytes fit the producer's registers.
+                # and the programs prefetch the next tile into L2.
                 "EARLY": not plan.hopper.reads_again,
-                "PREFETCH": (plan.hopper.reads_again or self._is_quantized)
-                and rows.stride(1) == rows.shape[-1],
+                "PREFETCH": plan.hopper.reads_again and rows.stride(1) == rows.shape[-1],
             }
+            rope = ("rope_desc",) if self._is_quantized else ()
+            if not rope:
+                fixed["rope_desc"] = None
             attends = Launcher(
                 hopper_mla_kernel,
                 fixed,
-                (*_VARYING, "cache_ptr"),
+                (*_VARYING, *rope, "cache_ptr"),
                 groups=_PLAN,
                 options=LaunchOptions(num_warps=4, waits=True),
                 is_typed=True,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from attn.kernels.lang.compat import thread_barrier
 from attn.kernels.latent.structures import Cut
 
 BLOCK = tl.constexpr(64)
@@ -30,3 +32,23 @@ def cut_at(r, mine, fields, begin):
         number=r, fields=fields, begin=begin, end=end, req=gl.load(fields), kv_len=kv_len,
         first=first, high=high,
     )  # fmt: skip
+
+
+@gluon.jit
+def clear_tail(rows, box, live, ring, BOXES: gl.constexpr):
+    """Zero the values of a block from key ``live`` to the end of its run of RUN keys.
+
+    No request wrote those slots, so they may hold NaN, and zero times NaN is NaN. Pages without
+    live slots are zeros already. ``rows`` is the warp group's half of the values, seen as rows of
+    boxes; those of the block are BOXES boxes from ``box`` on. The swizzle of a row's columns does
+    not matter to zeros.
+    """
+    RUN: gl.constexpr = ring.RUN
+    if (live > 0) & (live < BLOCK) & (live % RUN != 0):
+        zeros = gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+        for row in range(live, (live // RUN + 1) * RUN):
+            for i in gl.static_range(BOXES):
+                rows.index((box + i) * BLOCK + row).store(zeros)
+        # The zeros must be visible before products read them and before TMA overwrites them.
+        fence_async_shared()
+        thread_barrier()

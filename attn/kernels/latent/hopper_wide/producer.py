@@ -28,29 +28,33 @@ def prefetch_l2(ptr, nbytes):
 
 @gluon.jit
 def _load_block(
-    pages, key_tile, turn, boxes, cache, ring, COLUMN: gl.constexpr, PARTS: gl.constexpr,
-    PLACE: gl.constexpr, BLOCK_OF: gl.constexpr,
+    pages, key_tile, turn, boxes, desc, cache, ring, COLUMN: gl.constexpr, PARTS: gl.constexpr,
+    PLACE: gl.constexpr, STAGES: gl.constexpr, BLOCK_OF: gl.constexpr,
 ):  # fmt: skip
-    """Load some columns of one of a tile's two blocks; each block has a buffer of its own.
+    """Load some columns of one of a tile's two blocks into one of STAGES stages.
 
-    These are ``PARTS * 64`` columns from COLUMN on, of block BLOCK_OF. ``pages`` ``[2 * RUNS]``
-    int32 are the pages of the tile's runs. PLACE is the number of the first block's barrier.
+    These are PARTS boxes of 64 elements of ``desc`` from COLUMN on, of block BLOCK_OF. ``pages``
+    ``[2 * RUNS]`` int32 are the pages of the tile's runs. PLACE is the number of the first stage's
+    barrier.
     """
     RUNS: gl.constexpr = BLOCK // ring.RUN
+    BOX_BYTES: gl.constexpr = BLOCK * boxes.shape[3] * 2
     run = gl.arange(0, 2 * RUNS, layout=gl.BlockedLayout([2 * RUNS], [32], [1], [0]))
+    number = 2 * turn + BLOCK_OF
+    stage = number % STAGES
     # A fresh barrier lets parity 1 pass at once.
-    mbarrier.wait(ring.empty.index(PLACE + BLOCK_OF), (turn & 1) ^ 1)
-    mbarrier.expect(ring.full.index(PLACE + BLOCK_OF), PARTS * BLOCK * 128)
+    mbarrier.wait(ring.empty.index(PLACE + stage), ((number // STAGES) & 1) ^ 1)
+    mbarrier.expect(ring.full.index(PLACE + stage), PARTS * BOX_BYTES)
     for i in range(RUNS):
         # Page -1 is outside the cache, where TMA fills a box with zeros.
         page = gl.max(gl.where(run == BLOCK_OF * RUNS + i, pages, -1), 0)
         within = (key_tile * (2 * BLOCK) + (BLOCK_OF * RUNS + i) * ring.RUN) % cache.BLOCK_SIZE
         for part in gl.static_range(PARTS):
             async_load(
-                cache.k_desc,
+                desc,
                 [page, within, COLUMN + part * 64],
-                ring.full.index(PLACE + BLOCK_OF),
-                boxes.index((BLOCK_OF * PARTS + part) * RUNS + i),
+                ring.full.index(PLACE + stage),
+                boxes.index((stage * PARTS + part) * RUNS + i),
             )
 
 
@@ -63,7 +67,8 @@ def _prefetch(
     ``pages`` ``[2 * RUNS]`` int32 are the pages of that tile's runs.
     """
     RUNS: gl.constexpr = BLOCK // RUN
-    SHARE: gl.constexpr = RUN * 576 // HEADS
+    ROW: gl.constexpr = 288 if cache.E4M3 else 576
+    SHARE: gl.constexpr = RUN * ROW // HEADS
     run = gl.arange(0, 2 * RUNS, layout=gl.BlockedLayout([2 * RUNS], [32], [1], [0]))
     for i in range(RUNS):
         page = gl.max(gl.where(run == BLOCK_OF * RUNS + i, pages, -1), 0)
@@ -72,7 +77,7 @@ def _prefetch(
             prefetch_l2(
                 cache.cache_ptr
                 + wide(page) * wide(cache.cache_block)
-                + (within * 576 + lane * SHARE),
+                + (within * ROW + lane * SHARE),
                 2 * SHARE,
             )
 
@@ -87,6 +92,8 @@ def produce_latents(num_rows, cache, ring, room, plan, out, HEADS: gl.constexpr)
     right half.
     """
     TILE: gl.constexpr = 2 * BLOCK
+    # Half of a row has as many boxes of 64 elements, where two e4m3 are one element.
+    SIDE: gl.constexpr = 2 if cache.E4M3 else 4
     first_row, begin, past_row, mine, fields = share_at(plan.shares_ptr, plan.HEADS)
     turn = 0
     for r in range(first_row, past_row):
@@ -99,14 +106,23 @@ def produce_latents(num_rows, cache, ring, room, plan, out, HEADS: gl.constexpr)
             after = gl.minimum(key_tile + 1, cut.high - 1)
             ahead = pages_of(table, after, 0, cut.kv_len, TILE, ring.RUN, cache.BLOCK_SIZE)
             for block in gl.static_range(2):
-                _load_block(pages, key_tile, turn, ring.rope_boxes, cache, ring, 512, 1, 0, block)
-                _load_block(pages, key_tile, turn, ring.left_boxes, cache, ring, 0, 4, 2, block)
+                _load_block(
+                    pages, key_tile, turn, ring.rope_boxes, cache.rope_desc, cache, ring,
+                    2 * SIDE * 64, 1, 0, 2, block,
+                )  # fmt: skip
+                _load_block(
+                    pages, key_tile, turn, ring.left_boxes, cache.k_desc, cache, ring, 0, SIDE, 2,
+                    ring.LEFT, block,
+                )  # fmt: skip
                 if block == 0:
                     if turn == 0:
                         # At the start all programs load at once. If all of the ring were asked for
                         # first, queries would arrive last, and no product can begin without them.
-                        mbarrier.wait(room.loaded, 0)
-                _load_block(pages, key_tile, turn, ring.right_boxes, cache, ring, 256, 4, 4, block)
+                        mbarrier.wait(room.loaded.index(0), 0)
+                _load_block(
+                    pages, key_tile, turn, ring.right_boxes, cache.k_desc, cache, ring, SIDE * 64,
+                    SIDE, 2 + ring.LEFT, ring.RIGHT, block,
+                )  # fmt: skip
                 if cache.PREFETCH:
                     if key_tile + 1 < cut.high:
                         lane = gl.program_id(0) % plan.HEADS

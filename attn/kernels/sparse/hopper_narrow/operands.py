@@ -10,18 +10,8 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attn.kernels.lang.packed import SPLIT_HALVES
+from attn.kernels.lang.packed import SPLIT_HALVES, WOVEN_E4M3
 
-# PTX that turns four e4m3 of a key ($8) and of the next ($9) into pairs of fp16, one element
-# of either key.
-_WOVEN = tl.constexpr(
-    "{ .reg .b16 a, b, c, d; .reg .b32 x, y, p, q, r, s;"
-    " prmt.b32 x, $8, $9, 0x5140; prmt.b32 y, $8, $9, 0x7362;"
-    " mov.b32 {a, b}, x; mov.b32 {c, d}, y;"
-    " cvt.rn.f16x2.e4m3x2 p, a; cvt.rn.f16x2.e4m3x2 q, b;"
-    " cvt.rn.f16x2.e4m3x2 r, c; cvt.rn.f16x2.e4m3x2 s, d;"
-    " mov.b32 {$0, $1}, p; mov.b32 {$2, $3}, q; mov.b32 {$4, $5}, r; mov.b32 {$6, $7}, s; }"
-)
 _WOVEN_PAIRS = tl.constexpr(
     "{ .reg .b32 p, q; prmt.b32 p, $4, $5, 0x5410; prmt.b32 q, $4, $5, 0x7632;"
     " mov.b32 {$0, $1}, p; mov.b32 {$2, $3}, q; }"
@@ -194,7 +184,7 @@ def value_operand(words, E4M3: gl.constexpr, DTYPE: gl.constexpr, OPERAND: gl.co
     first, second = gl.split(x)
     if E4M3:
         a0, b0, a1, b1, a2, b2, a3, b3 = gl.inline_asm_elementwise(
-            _WOVEN, "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [first, second],
+            WOVEN_E4M3, "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [first, second],
             dtype=(gl.float16, gl.float16, gl.float16, gl.float16,
                    gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=1,
         )  # fmt: skip
