@@ -27,8 +27,25 @@ WOVEN_E4M3 = tl.constexpr(
     " cvt.rn.f16x2.e4m3x2 r, c; cvt.rn.f16x2.e4m3x2 s, d;"
     " mov.b32 {$0, $1}, p; mov.b32 {$2, $3}, q; mov.b32 {$4, $5}, r; mov.b32 {$6, $7}, s; }"
 )
-"""Decode the four e4m3 elements of a key's word ($8) and of the next key's ($9) to fp16, and pair
-those of one column."""
+"""Decode the four e4m3 elements of two words ($8 and $9) to fp16, in pairs of one element of
+each."""
+
+
+@gluon.jit
+def woven_e4m3(first, second):
+    """Decode the e4m3 elements of words of two rows to fp16, in pairs of one element of each row.
+
+    Three dimensions of 2 are added: the row; and the high and the low bit of the element's number
+    in its word.
+    """
+    a0, b0, a1, b1, a2, b2, a3, b3 = gl.inline_asm_elementwise(
+        WOVEN_E4M3, "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [first, second],
+        dtype=(gl.float16, gl.float16, gl.float16, gl.float16,
+               gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=1,
+    )  # fmt: skip
+    even = gl.join(gl.join(a0, b0), gl.join(a2, b2))
+    odd = gl.join(gl.join(a1, b1), gl.join(a3, b3))
+    return gl.join(even, odd)
 
 
 @gluon.jit

@@ -18,7 +18,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attn.kernels.lang.packed import SPLIT_E4M3, WOVEN_E4M3
+from attn.kernels.lang.packed import SPLIT_E4M3, woven_e4m3
 from attn.kernels.latent.hopper_wide.parts import BLOCK, HALF
 
 KEY_STEP = gl.constexpr(16)
@@ -102,16 +102,9 @@ def value_operand(words, OPERAND: gl.constexpr):
     KEYS: gl.constexpr = words.shape[0]
     x = gl.permute(gl.reshape(words, [KEYS // 8, 4, 2, HALF // 4]), (0, 1, 3, 2))
     first, second = gl.split(x)
-    a0, b0, a1, b1, a2, b2, a3, b3 = gl.inline_asm_elementwise(
-        WOVEN_E4M3, "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [first, second],
-        dtype=(gl.float16, gl.float16, gl.float16, gl.float16,
-               gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=1,
-    )  # fmt: skip
-    even = gl.join(gl.join(a0, b0), gl.join(a2, b2))
-    odd = gl.join(gl.join(a1, b1), gl.join(a3, b3))
     # Dimensions: eights of keys; thread of four; warp; thread of eight; word; key of the pair; high
     # and low bit of the column in its word.
-    x = gl.reshape(gl.join(even, odd), [KEYS // 8, 4, 4, 8, 2, 2, 2, 2])
+    x = gl.reshape(woven_e4m3(first, second), [KEYS // 8, 4, 4, 8, 2, 2, 2, 2])
     x = gl.permute(x, (6, 7, 2, 4, 3, 0, 1, 5))
     return gl.convert_layout(gl.reshape(x, [HALF, KEYS]), OPERAND, assert_trivial=True)
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attn.kernels.lang.packed import SPLIT_HALVES, WOVEN_E4M3
+from attn.kernels.lang.packed import SPLIT_HALVES, woven_e4m3
 
 _WOVEN_PAIRS = tl.constexpr(
     "{ .reg .b32 p, q; prmt.b32 p, $4, $5, 0x5410; prmt.b32 q, $4, $5, 0x7632;"
@@ -183,16 +183,9 @@ def value_operand(words, E4M3: gl.constexpr, DTYPE: gl.constexpr, OPERAND: gl.co
     x = gl.permute(gl.reshape(words, [KEYS // 8, 4, 2, N]), (0, 1, 3, 2))
     first, second = gl.split(x)
     if E4M3:
-        a0, b0, a1, b1, a2, b2, a3, b3 = gl.inline_asm_elementwise(
-            WOVEN_E4M3, "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [first, second],
-            dtype=(gl.float16, gl.float16, gl.float16, gl.float16,
-                   gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=1,
-        )  # fmt: skip
-        even = gl.join(gl.join(a0, b0), gl.join(a2, b2))
-        odd = gl.join(gl.join(a1, b1), gl.join(a3, b3))
         # Dimensions: eights of keys; thread of four; block; thread of eight; word; key of the pair;
         # high and low bit of the column.
-        x = gl.reshape(gl.join(even, odd), [KEYS // 8, 4, 4, 8, 4, 2, 2, 2])
+        x = gl.reshape(woven_e4m3(first, second), [KEYS // 8, 4, 4, 8, 4, 2, 2, 2])
         x = gl.permute(x, (2, 4, 6, 7, 3, 0, 1, 5))
     else:
         a0, b0, a1, b1 = gl.inline_asm_elementwise(
