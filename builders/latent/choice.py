@@ -20,7 +20,7 @@ from builders.splitkv.tiles import (
 )
 from specs.base import cdiv
 from specs.devices import DeviceKind
-from specs.dtypes import CacheDType
+from specs.dtypes import CacheDType, DType
 from specs.engine import DecodeKernel
 
 ROWS = 64
@@ -75,18 +75,22 @@ def latent_kernel_of(
     found = hopper_latent_tile(shape, kind, block_size, max_query_len, asks)
     left = None
     # Over e4m3 a row has half the bytes, and the portable kernel has to convert it too.
-    reads_often = shape.stored_bits != 8 and not _is_narrow(shape, max_query_len)
+    reads_often = shape.stored_bits != 8 and not _is_narrow(shape, max_query_len, asks)
     if asks.batch_invariant and reads_often:
         left = f"by tiles of {NARROW_ROWS} rows, which read a latent row more often"
     return chosen_kernel("kernels.latent.decode", wanted, found, layer="latent layer", left=left)
 
 
-def _is_narrow(shape: DenseShape, max_query_len: int) -> bool:
-    """Whether a request's query rows take less time in narrow tiles than in wide ones.
+def _is_narrow(shape: DenseShape, max_query_len: int, asks: LayerRequirements) -> bool:
+    """Whether a request's query rows are for narrow tiles.
 
-    Over e4m3 two narrow tiles do: a wide tile takes as long as three
-    (``docs/notebook/latent.md``).
+    Few rows are, since they take less time there than in a wide tile. Over e4m3 two narrow tiles
+    do: a wide tile takes as long as three (``docs/notebook/latent.md``). Over e4m3 queries of fp16
+    are, too: the wide kernel keeps fewer of their bits than fp16 has
+    (:mod:`attn.kernels.latent.hopper_wide.queries`).
     """
+    if shape.stored_bits == 8 and asks.query is DType.FLOAT16:
+        return True
     tiles = 2 if shape.stored_bits == 8 else 1
     return shape.num_heads * max_query_len <= tiles * NARROW_ROWS
 
@@ -126,7 +130,7 @@ def hopper_latent_tile(
     if refused is not None:
         return refused
     # Work items of wide tiles are cut wherever the batch leads to, so their bits depend on it.
-    is_narrow = asks.batch_invariant or _is_narrow(shape, max_query_len)
+    is_narrow = asks.batch_invariant or _is_narrow(shape, max_query_len, asks)
     rows = NARROW_ROWS if is_narrow else ROWS
     head_tiles = cdiv(shape.num_heads, rows)
     tile_heads = cdiv(shape.num_heads, head_tiles)

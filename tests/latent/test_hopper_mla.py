@@ -14,8 +14,9 @@ import builders.latent.choice
 import builders.latent.triton_mla
 from attn.backends.triton_mla import TritonMLABackend
 from attn.kernels.dense import hopper_launch
+from attn.kernels.lang import packed
 from attn.kernels.latent.hopper_narrow.kernel import hopper_mla_narrow_kernel
-from attn.kernels.latent.hopper_wide import words
+from attn.kernels.latent.hopper_wide import scorer
 from attn.kernels.latent.hopper_wide.kernel import hopper_mla_kernel
 from attn.testing import batches
 from attn.testing.batches import BATCHES, BatchSpec
@@ -118,6 +119,15 @@ def test_bits_of_a_row_alone_are_those_of_tiles_of_16_rows(heads: int, stored_bi
         assert chosen == tile
 
 
+def test_queries_of_fp16_over_e4m3_take_narrow_tiles() -> None:
+    """The wide kernel would keep fewer of their bits than fp16 has."""
+    shape = replace(SHAPE, stored_bits=8)
+    for dtype, rows in ((DType.BFLOAT16, 64), (DType.FLOAT16, 16)):
+        tile = hopper_latent_tile(shape, HOPPER, 64, 1, LayerRequirements(query=dtype))
+        assert isinstance(tile, HopperDecodeTile)
+        assert tile.split.rows == rows
+
+
 @pytest.mark.parametrize("stored_bits", [8, 16])
 def test_any_number_of_heads_and_tokens_fits_a_tile_and_pages_are_whole_boxes(
     stored_bits: int,
@@ -192,7 +202,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, instead: dict[str, Any]) -> list[K
         random.Random(len(calls)).shuffle(programs)
         gluon_in_numpy.run(call, programs, translation)
 
-    monkeypatch.setitem(gluon_in_numpy.ASSEMBLY, words.VOTE.value, votes_of)
+    monkeypatch.setitem(gluon_in_numpy.ASSEMBLY, scorer.VOTE.value, votes_of)
     monkeypatch.setattr(KernelCall, "launch_through_triton", run)
     monkeypatch.setattr(hopper_launch, "_describe", lambda rows, box: rows)
     monkeypatch.setattr(Trial, "decode_kernel", DecodeKernel.HOPPER)
@@ -256,25 +266,28 @@ KINDS = {
     "wide_e4m3": LatentCase(
         BatchSpec("j", (1, 2), (300, 30), num_speculative_tokens=1),
         20,
-        DType.FLOAT16,
+        DType.BFLOAT16,
         CacheDType.FP8_E4M3,
         block_size=256,
     ),
     "wide_e4m3_pages_of_16": LatentCase(
-        BatchSpec("a", (1, 1), (5, 140)), 33, DType.FLOAT16, CacheDType.FP8_E4M3, block_size=16
+        BatchSpec("a", (1, 1), (5, 140)), 33, DType.BFLOAT16, CacheDType.FP8_E4M3, block_size=16
     ),
     "wide_e4m3_in_parts": LatentCase(
-        BatchSpec("b", (1, 1), (700, 33)), 33, DType.FLOAT16, CacheDType.FP8_E4M3, block_size=64
+        BatchSpec("b", (1, 1), (700, 33)), 33, DType.BFLOAT16, CacheDType.FP8_E4M3, block_size=64
     ),
     "wide_e4m3_verify": LatentCase(
         BatchSpec("d", (4, 2, 1), (200, 40, 30), num_speculative_tokens=3),
         9,
-        DType.FLOAT16,
+        DType.BFLOAT16,
         CacheDType.FP8_E4M3,
         block_size=48,
     ),
+    "e4m3_fp16_h33": LatentCase(
+        BatchSpec("a", (1, 1), (5, 140)), 33, DType.FLOAT16, CacheDType.FP8_E4M3, block_size=16
+    ),
     "wide_e4m3_two_tiles_of_heads": LatentCase(
-        BatchSpec("f", (1,), (20,)), 70, DType.FLOAT16, CacheDType.FP8_E4M3, block_size=128
+        BatchSpec("f", (1,), (20,)), 70, DType.BFLOAT16, CacheDType.FP8_E4M3, block_size=128
     ),
 }
 
@@ -323,6 +336,26 @@ def test_queries_that_are_not_brought_into_fp16_s_range_would_show(
     kind: str, launched: list[KernelCall], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert findings(large_queries(monkeypatch, kind))
+    assert launched
+
+
+@pytest.mark.parametrize("element", [float("inf"), float("nan"), 3e38])
+@pytest.mark.parametrize("column", [0, 300, 575])
+def test_a_query_row_that_e4m3_cannot_hold_gives_nan(
+    element: float, column: int, launched: list[KernelCall]
+) -> None:
+    """And no other row does."""
+    trial = LatentTrial(TritonMLABackend, KINDS["wide_e4m3_pages_of_16"], CPU)
+    trial.write()
+    record = trial.build(trial.builder())
+    query = trial._absorbed(trial.inputs.query)
+    query[1, 7, column] = element
+    cache = trial.cache()
+    parts = query[..., :512], query[..., 512:]
+    latent, _ = trial.impl.forward_mqa(parts, cache, record, trial.layer)
+    assert latent[1, 7].isnan().all()
+    latent[1, 7] = 0
+    assert latent.isfinite().all()
     assert launched
 
 
@@ -403,9 +436,19 @@ def test_it_keeps_all_that_is_promised(
 @pytest.mark.parametrize(
     "instead", [{"_clear_tail": lambda *_: None, "clear_tail": lambda *_: None}], indirect=False
 )
-@pytest.mark.parametrize("kind", ["pages_of_16", "few_rows", "e4m3", "wide_e4m3_pages_of_16"])
+@pytest.mark.parametrize("kind", ["pages_of_16", "few_rows", "e4m3"])
 def test_values_that_nobody_wrote_would_show(kind: str, launched: list[KernelCall]) -> None:
     assert findings(KINDS[kind])
+    assert launched
+
+
+def test_values_that_nobody_wrote_would_show_over_e4m3(
+    launched: list[KernelCall], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wide kernel makes numbers of them."""
+    assembly = gluon_in_numpy.ASSEMBLY
+    monkeypatch.setitem(assembly, packed.WOVEN_NUMBERS.value, assembly[packed.WOVEN_E4M3.value])
+    assert findings(KINDS["wide_e4m3_pages_of_16"])
     assert launched
 
 
@@ -423,7 +466,7 @@ def test_references_follow_scores_that_grow(
     """Also where every block is computed twice, whether or not a weight is too large."""
     steep(monkeypatch)
     if always:
-        monkeypatch.setitem(gluon_in_numpy.ASSEMBLY, words.VOTE.value, np.ones_like)
+        monkeypatch.setitem(gluon_in_numpy.ASSEMBLY, scorer.VOTE.value, np.ones_like)
     assert findings(KINDS[kind]) == {}
     assert launched
 
@@ -432,12 +475,12 @@ def test_weights_that_are_too_large_would_show(
     launched: list[KernelCall], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steep(monkeypatch)
-    monkeypatch.setitem(gluon_in_numpy.ASSEMBLY, words.VOTE.value, np.zeros_like)
+    monkeypatch.setitem(gluon_in_numpy.ASSEMBLY, scorer.VOTE.value, np.zeros_like)
     assert findings(KINDS["wide_e4m3_in_parts"])
     assert launched
 
 
-@pytest.mark.parametrize("instead", [{"_cache_scale": lambda *_: np.float32([1] * 64)}])
+@pytest.mark.parametrize("instead", [{"cache_scale": lambda *_: np.float32(1)}])
 def test_scales_of_a_cache_that_are_left_out_would_show(launched: list[KernelCall]) -> None:
     assert findings(KINDS["wide_e4m3_pages_of_16"])
     assert launched

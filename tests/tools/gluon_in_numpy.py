@@ -47,6 +47,8 @@ class Value(np.ndarray):
     """A tensor or a number of a kernel."""
 
     def to(self, dtype: Any, bitcast: bool = False) -> Value:
+        if dtype == "e4m3":
+            return value(_rounded(self))
         return self.view(dtype) if bitcast else self.astype(dtype)
 
     @property
@@ -77,6 +79,14 @@ class BFloat16(np.ndarray):
     """Numbers of bf16, which numpy has not, as fp32. Kernels round what they store to fp16."""
 
 
+class Half(np.float16):
+    """The type of bf16 numbers where a kernel names it: numpy takes it for fp16."""
+
+
+class BFloat16Bits(np.ndarray):
+    """The bits of numbers of bf16, as a kernel sees memory of another type."""
+
+
 class Pointer:
     """A pointer to one element of a storage, or to several."""
 
@@ -84,7 +94,10 @@ class Pointer:
         self.storage, self.offset = storage, offset
 
     def to(self, dtype: Any, bitcast: bool) -> Pointer:
-        words = self.storage.view(dtype)
+        if dtype is Half:
+            words = self.storage.view(np.uint16).view(BFloat16Bits)
+        else:
+            words = self.storage.view(dtype)
         return Pointer(words, self.offset * len(words) // len(self.storage))
 
     def __add__(self, elements: Any) -> Pointer:
@@ -95,7 +108,7 @@ class Pointer:
 
     @property
     def dtype(self) -> Any:
-        element = np.float16 if isinstance(self.storage, BFloat16) else self.storage.dtype.type
+        element = Half if isinstance(self.storage, BFloat16) else self.storage.dtype.type
         return types.SimpleNamespace(element_ty=element)
 
     def within(self, mask: Any, *others: Any) -> list[np.ndarray]:
@@ -116,6 +129,9 @@ def _load(at: Pointer, mask: Any = True, other: Any = 0, cache_modifier: str = "
 
 def _store(at: Pointer, x: Any, mask: Any = True, eviction_policy: str = "") -> None:
     _, used, x = at.within(np.asarray(mask), np.asarray(x))
+    if isinstance(at.storage, BFloat16Bits):
+        rounded = torch.from_numpy(x.astype(np.float32)).bfloat16()
+        x = rounded.view(torch.int16).numpy().view(np.uint16)
     at.storage[used] = x.astype(at.storage.dtype)
 
 
@@ -217,6 +233,20 @@ class Tile(Memory):
         self._boxes[first // width :][: len(boxes)] = boxes
 
 
+class Bytes(Memory):
+    """Rows of codes of e4m3. Loads see what was there before."""
+
+    def __init__(self, codes: np.ndarray) -> None:
+        super().__init__(_e4m3(codes))
+        self._codes = codes
+
+    def slice(self, start: int, length: int, dim: int) -> Memory:
+        return Bytes(self._codes[(slice(None),) * dim + (slice(start, start + length),)])
+
+    def store(self, x: np.ndarray) -> None:
+        self._codes[...] = _codes(x)
+
+
 class Words(Memory):
     """Stages of rows, seen as words of two numbers."""
 
@@ -262,10 +292,23 @@ class Tiles(Memory):
     def index(self, i: Any) -> Memory:
         stages, rows, columns = self.shape
         boxes, width = self.array, self.array.shape[-1]
+        if self.is_e4m3 and columns <= boxes.itemsize * width:
+            codes = boxes.reshape(-1).view(np.uint8)[: stages * rows * columns]
+            return Bytes(codes.reshape(self.shape)[int(i)])
         # The allocation may have more boxes, for another purpose.
         used = stages * rows * (columns // (boxes.itemsize * width if self.is_e4m3 else width))
         tile = Tile(boxes.reshape(-1, width)[:used].reshape(stages, -1, rows, width)[int(i)])
         return Memory(_e4m3(tile.array)) if self.is_e4m3 else tile
+
+
+def _codes(x: np.ndarray) -> np.ndarray:
+    """The codes of the e4m3 numbers next to ``x``, which is cut to their range."""
+    clipped = torch.from_numpy(np.asarray(x, np.float32)).clamp(-448, 448)
+    return clipped.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+
+def _rounded(x: np.ndarray) -> np.ndarray:
+    return _e4m3(_codes(x))
 
 
 def _e4m3(words: np.ndarray) -> np.ndarray:
@@ -396,6 +439,10 @@ def _woven_e4m3(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, ...]
     return tuple(part[..., i] for i in range(4) for part in pairs)
 
 
+def _woven_numbers(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, ...]:
+    return tuple(np.fmin(x, np.float16(448)) for x in _woven_e4m3(first, second))
+
+
 def _runs_exchanged(words: np.ndarray) -> np.ndarray:
     """A thread's words of four runs are one run of its own."""
     runs = words.reshape(len(words), -1, 4, 4)
@@ -409,6 +456,7 @@ ASSEMBLY: dict[str, Callable[..., Any]] = {
     packed.E4M3_PAIRS.value: _e4m3_pairs,
     packed.SPLIT_E4M3.value: _split_e4m3,
     packed.WOVEN_E4M3.value: _woven_e4m3,
+    packed.WOVEN_NUMBERS.value: _woven_numbers,
 }
 """The functions that inline assembly computes, by its text, on one or several arrays.
 

@@ -19,27 +19,33 @@ E4M3_PAIRS = tl.constexpr(
     "{ .reg .b16 x, y; mov.b32 {x, y}, $2; cvt.rn.f16x2.e4m3x2 $0, x; cvt.rn.f16x2.e4m3x2 $1, y; }"
 )
 """Decode the four e4m3 elements of a 32-bit word to fp16, in two words of two."""
-WOVEN_E4M3 = tl.constexpr(
-    "{ .reg .b16 a, b, c, d; .reg .b32 x, y, p, q, r, s;"
+_WOVEN = (
+    ".reg .b16 a, b, c, d; .reg .b32 x, y, p, q, r, s, most;"
     " prmt.b32 x, $8, $9, 0x5140; prmt.b32 y, $8, $9, 0x7362;"
     " mov.b32 {a, b}, x; mov.b32 {c, d}, y;"
     " cvt.rn.f16x2.e4m3x2 p, a; cvt.rn.f16x2.e4m3x2 q, b;"
     " cvt.rn.f16x2.e4m3x2 r, c; cvt.rn.f16x2.e4m3x2 s, d;"
-    " mov.b32 {$0, $1}, p; mov.b32 {$2, $3}, q; mov.b32 {$4, $5}, r; mov.b32 {$6, $7}, s; }"
 )
+_SPLIT_PAIRS = (
+    " mov.b32 {$0, $1}, p; mov.b32 {$2, $3}, q; mov.b32 {$4, $5}, r; mov.b32 {$6, $7}, s;"
+)
+_NUMBERS = " mov.b32 most, 0x5F005F00;" + "".join(f" min.f16x2 {x}, {x}, most;" for x in "pqrs")
+WOVEN_E4M3 = tl.constexpr("{ " + _WOVEN + _SPLIT_PAIRS + " }")
 """Decode the four e4m3 elements of two words ($8 and $9) to fp16, in pairs of one element of
 each."""
+WOVEN_NUMBERS = tl.constexpr("{ " + _WOVEN + _NUMBERS + _SPLIT_PAIRS + " }")
+"""The same, but NaN becomes 448, the largest number of e4m3."""
 
 
 @gluon.jit
-def woven_e4m3(first, second):
+def woven_e4m3(first, second, ASSEMBLY: gl.constexpr = WOVEN_E4M3):
     """Decode the e4m3 elements of words of two rows to fp16, in pairs of one element of each row.
 
     Three dimensions of 2 are added: the row; and the high and the low bit of the element's number
-    in its word.
+    in its word. With WOVEN_NUMBERS as ASSEMBLY, NaN becomes 448.
     """
     a0, b0, a1, b1, a2, b2, a3, b3 = gl.inline_asm_elementwise(
-        WOVEN_E4M3, "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [first, second],
+        ASSEMBLY, "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [first, second],
         dtype=(gl.float16, gl.float16, gl.float16, gl.float16,
                gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=1,
     )  # fmt: skip

@@ -72,7 +72,8 @@ def clear_padding(num_rows, plan, out, zero, HEADS: gl.constexpr, WARPS: gl.cons
     past = gl.load(last + 1) + gl.load(last + 2)
     first = gl.where(items > 0, past, 0) * HEADS
     LAYOUT: gl.constexpr = gl.BlockedLayout([min(8, 16 // WARPS)], [32], [WARPS], [0])
-    column = zero + gl.arange(0, 512, layout=LAYOUT)
+    # Eight times zero: the compiler has to know that a thread's columns are aligned.
+    column = 8 * zero + gl.arange(0, 512, layout=LAYOUT)
     zeros = gl.zeros([512], out.out_ptr.dtype.element_ty, LAYOUT)
     for i in range(first + gl.program_id(0), (num_rows + zero) * HEADS, gl.num_programs(0)):
         token = i // HEADS
@@ -291,7 +292,7 @@ class WideRing:
 
 @aggregate
 class WideRoom:
-    """The shared memory that the wide kernel's two consumers have in common."""
+    """The shared memory that the wide kernel's two consumers have in common, over 16 bits."""
 
     q_boxes: gl.shared_memory_descriptor
     """``[8, 64, 64]`` of 16 bits, latent columns of the queries, 64 columns in each box. When the
@@ -299,58 +300,86 @@ class WideRoom:
     q_rope: gl.shared_memory_descriptor
     """``[1, 64, 64]`` of 16 bits, rotary columns of the queries."""
     weights: gl.shared_memory_descriptor
-    """``[1, 64, 64]`` of 16 bits, weights of one of a tile's two blocks, rows by keys. Over e4m3
-    ``[4, 64, 64]``, keys by rows: both blocks of two tiles in turn."""
+    """``[1, 64, 64]`` of 16 bits, weights of one of a tile's two blocks, rows by keys."""
     m_first: gl.shared_memory_descriptor
     """``[64]`` fp32, maxima after the first block."""
     m_second: gl.shared_memory_descriptor
     """``[64]`` fp32, maxima after the second block."""
-    references: gl.shared_memory_descriptor
-    """``[64]`` fp32, over e4m3: the score, in units of log 2, that a row's weights refer to."""
-    grown: gl.shared_memory_descriptor
-    """``[4, 64]`` fp32, over e4m3: the factors of rows whose reference a block raised, for each
-    buffer of weights."""
-    flags: gl.shared_memory_descriptor
-    """``[4, 1]`` int32, over e4m3: whether a block raised references, by buffer of weights."""
-    votes: gl.shared_memory_descriptor
-    """``[2, 128]`` uint8, over e4m3: whether a weight of either block may be too large, said by
-    each thread of the consumer's four warps."""
     sums: gl.shared_memory_descriptor
     """``[2, 64]`` fp32, the sums of the weights of each consumer's blocks."""
-    factors: gl.shared_memory_descriptor
-    """``[2, 64]`` fp32, over e4m3: the factors of the rows' products in units of log 2, and the
-    factor of the output."""
     ready: gl.shared_memory_descriptor
     """``[4, 1]`` mbarriers. 0 and 1: the weights of either block are stored. 2 and 3: the sums of
     either consumer are stored."""
-    taken: gl.shared_memory_descriptor
-    """``[4, 1]`` mbarriers, over e4m3: the other consumer has multiplied a buffer's weights."""
     loaded: gl.shared_memory_descriptor
-    """``[2, 1]`` mbarriers: both consumers have stored their half of the queries; and, over e4m3,
-    the largest magnitudes of their half's rows."""
+    """``[2, 1]`` mbarriers, of which the first: both consumers have stored their half of the
+    queries."""
 
 
 @aggregate
-class WordOperands:
-    """Shared memory as one of the wide kernel's consumers reads it over e4m3."""
+class WordRoom:
+    """The shared memory that the wide kernel's warp groups have in common, over e4m3."""
 
-    left: gl.shared_memory_descriptor
-    """``[4, 64, 64]`` int32, left halves of the latents of two tiles' blocks, as words of four."""
-    right: gl.shared_memory_descriptor
-    """``[4, 64, 64]`` int32, right halves."""
-    rope: gl.shared_memory_descriptor
-    """``[2, 64, 16]`` int32, rotary columns of both blocks of a tile."""
-    values: gl.shared_memory_descriptor
-    """``[4, 64, 64]`` int32, the half that is the consumer's part of the values."""
-    rows: gl.shared_memory_descriptor
-    """``[8 * 64, 32]`` int32, rows of the boxes of that half."""
+    q_boxes: gl.shared_memory_descriptor
+    """``[8, 64, 64]`` of 16 bits, for 128 latent columns of e4m3 in each box: small terms of the
+    left half's two runs of columns, then their large terms, then the right half's. When the queries
+    have been used, the output of the part, on its way to memory."""
+    q_rope: gl.shared_memory_descriptor
+    """``[1, 64, 64]`` of 16 bits, for the rotary columns' small terms, and their large terms."""
     weights: gl.shared_memory_descriptor
-    """``[8, 16, 64]`` fp16, weights of both blocks, 16 keys at a time."""
-    maxima: gl.shared_memory_descriptor
-    """``[4, 64]`` fp32, maxima of the consumer's warps, where its block's weights will be."""
+    """``[4, 64, 64]`` fp16, weights of blocks in turn, keys by rows. Behind the weights of a part,
+    the sums of the scorer's four warps, as fp32."""
+    references: gl.shared_memory_descriptor
+    """``[64]`` fp32, the score, in units of log 2, that a row's weights refer to."""
+    grown: gl.shared_memory_descriptor
+    """``[4, 64]`` fp32, the factors of rows whose reference a block raised, by buffer."""
+    flags: gl.shared_memory_descriptor
+    """``[4, 1]`` int32, whether a block raised references, by buffer of weights."""
+    votes: gl.shared_memory_descriptor
+    """``[128]`` uint8, of which the scorer's four warps say whether a weight may be too large."""
+    factors: gl.shared_memory_descriptor
+    """``[64]`` fp32, the factors of the rows' products in units of log 2."""
+    row_numbers: gl.shared_memory_descriptor
+    """``[2, 64]`` fp32, numbers of rows, by group of columns: the largest magnitudes in its half of
+    the queries, and later the factors of its output. In between the scorer's limits, as int32."""
+    scale: gl.shared_memory_descriptor
+    """``[1]`` fp32, the scale of the cache."""
+    ready: gl.shared_memory_descriptor
+    """``[4, 1]`` mbarriers: the weights of a buffer are stored."""
+    taken: gl.shared_memory_descriptor
+    """``[4, 1]`` mbarriers: both groups of columns have multiplied the weights of a buffer."""
+    summed: gl.shared_memory_descriptor
+    """``[1]`` mbarrier: the sums of a part's weights are stored."""
+    loaded: gl.shared_memory_descriptor
+    """``[2, 1]`` mbarriers: both groups of columns have stored their half of the queries, and the
+    largest magnitudes of their half's rows."""
+
+
+@aggregate
+class ScoreOperands:
+    """Shared memory as the products of the wide kernel's scorer read it, over e4m3."""
+
+    q: gl.shared_memory_descriptor
+    """``[8, 64, 128]`` e4m3, latent columns of the queries' terms, see :class:`WordRoom`."""
+    q_rope: gl.shared_memory_descriptor
+    """``[2, 64, 64]`` e4m3, rotary columns of the queries' small terms and of their large terms."""
+    left: gl.shared_memory_descriptor
+    """``[8, 64, 128]`` e4m3, left halves of the latents of four blocks, each two boxes."""
+    right: gl.shared_memory_descriptor
+    """``[6, 64, 128]`` e4m3, right halves of three blocks."""
+    rope: gl.shared_memory_descriptor
+    """``[2, 64, 64]`` e4m3, rotary columns of two blocks."""
+
+
+@aggregate
+class ValueOperands:
+    """Shared memory as a group of columns of the wide kernel reads it, over e4m3."""
+
+    words: gl.shared_memory_descriptor
+    """``[4, 64, 64]`` or ``[3, 64, 64]`` int32, its half of the latents of blocks, by words."""
+    weights: gl.shared_memory_descriptor
+    """``[16, 16, 64]`` fp16, weights of blocks in turn, 16 keys at a time."""
     sums: gl.shared_memory_descriptor
-    """``[4, 8, 64]`` fp32, of which the first are sums of all warps, where the rotary parts of
-    queries were."""
+    """``[128, 64]`` fp32, of which four are sums of weights."""
 
 
 @aggregate

@@ -9,7 +9,8 @@ groups take turns, one buffer holds the weights of either block.
     0:  output += P1 V1 (of the tile before); scores of block 0; softmax; P0, m; output += P0 V0
     1:  scores of block 1; takes P0, m; output += P0 V0, softmax under it; P1, m; output += P1 V1
 
-Over e4m3 :mod:`attn.kernels.latent.hopper_wide.words` takes the place of all that.
+Over e4m3 others do this: :mod:`attn.kernels.latent.hopper_wide.scorer` and
+:mod:`attn.kernels.latent.hopper_wide.columns`.
 """
 
 from __future__ import annotations
@@ -26,20 +27,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attn.kernels.dense.hopper_decode.parts import FIELDS, share_at
 from attn.kernels.dense.hopper_prefill.scheduler import wide
-from attn.kernels.dense.query_rows import write_lse
-from attn.kernels.dense.tile import power_of_two_guard
 from attn.kernels.lang.compat import reinterpret, thread_barrier
 from attn.kernels.lang.constants import LOG2E
-from attn.kernels.lang.opaque import opaque, opaque_zero, program_number
+from attn.kernels.lang.opaque import opaque, opaque_zero
 from attn.kernels.lang.structures import State
 from attn.kernels.lang.wgmma import base_of, scaled_rows
-from attn.kernels.latent.hopper_wide.operands import natural_columns, query_column
+from attn.kernels.latent.hopper_wide.output import write_part
 from attn.kernels.latent.hopper_wide.parts import BLOCK, HALF, clear_tail, cut_at
-from attn.kernels.latent.hopper_wide.words import (
-    BY_ROW,
-    attend_to_words,
-    word_operands,
-)
+from attn.kernels.latent.hopper_wide.queries import load_queries
 from attn.kernels.latent.structures import Operands, causal_bounds
 
 _TILE = tl.constexpr(128)
@@ -226,110 +221,6 @@ def _second_block(turn, key_tile, state, operands, query, bounds, ring, room, ti
 
 
 @gluon.jit
-def _query_rows(token, count, in_group, tile, LAYOUT: gl.constexpr):
-    """Tokens and heads of a work item's query rows, and which are real; ``[64]`` each.
-
-    The rows are those of ``count`` tokens from ``token`` on, and of heads from ``in_group`` on.
-    """
-    row = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)) + opaque_zero()
-    head = in_group + row % tile.TILE_HEADS
-    wanted = (row < count * tile.TILE_HEADS) & (head < tile.GROUP)
-    return token + row // tile.TILE_HEADS, head, wanted
-
-
-@gluon.jit
-def _load_queries(token, count, in_group, walks, query, room, tile, W: gl.constexpr):
-    """Copy the queries of a work item to shared memory; each warp group copies its half.
-
-    No product still reads the previous item's queries: the groups met after its last product, when
-    they exchanged their sums. They meet here once more, or twice over e4m3. ``walks`` is how often
-    they did for earlier items.
-    """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    column = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
-    if tile.E4M3:
-        column = query_column(column)
-    tokens, head, wanted = _query_rows(token, count, in_group, tile, LAYOUT)
-    at = query.absorbed_at(tokens, head)[:, None] + (W * HALF + column)[None, :]
-    rotary_at = query.rotary_at(tokens, head)[:, None] + column[None, :]
-    mask = wanted[:, None]
-    # All loads are under way before the first is waited for.
-    p0 = gl.load(at, mask=mask, other=0.0)
-    p1 = gl.load(at + 64, mask=mask, other=0.0)
-    p2 = gl.load(at + 128, mask=mask, other=0.0)
-    p3 = gl.load(at + 192, mask=mask, other=0.0)
-    if W == 0:
-        rotary = gl.load(rotary_at, mask=mask, other=0.0)
-    if tile.E4M3:
-        # fp16 has the range of bf16 only if each row is multiplied by a power of two.
-        most = gl.maximum(_largest(p0, p1), _largest(p2, p3))
-        if W == 0:
-            most = gl.maximum(most, _largest(rotary, rotary))
-        down = _agreed_guard(most, walks, query, room, W)
-        p0 = _in_range(p0, down, tile.DTYPE)
-        p1 = _in_range(p1, down, tile.DTYPE)
-        p2 = _in_range(p2, down, tile.DTYPE)
-        p3 = _in_range(p3, down, tile.DTYPE)
-        if W == 0:
-            rotary = _in_range(rotary, down, tile.DTYPE)
-    boxes = room.q_boxes
-    # Otherwise addresses would be computed at the start and spilled.
-    z = opaque_zero() if tile.E4M3 else 0
-    boxes.index(z + W * 4).store(p0)
-    boxes.index(z + W * 4 + 1).store(p1)
-    boxes.index(z + W * 4 + 2).store(p2)
-    boxes.index(z + W * 4 + 3).store(p3)
-    if W == 0:
-        room.q_rope.index(z).store(rotary)
-    fence_async_shared()
-    thread_barrier()
-    mbarrier.arrive(room.loaded.index(0), count=1)
-    mbarrier.wait(room.loaded.index(0), walks & 1)
-
-
-@gluon.jit
-def _largest(a, b):
-    """The largest magnitude of each row in two parts of queries, ``[64]`` fp32."""
-    return gl.max(gl.maximum(gl.abs(a.to(gl.float32)), gl.abs(b.to(gl.float32))), 1)
-
-
-@gluon.jit
-def _in_range(part, down, DTYPE: gl.constexpr):
-    """Rows of queries times a power of two each, in the type of products."""
-    return (part.to(gl.float32) * down[:, None]).to(DTYPE)
-
-
-@gluon.jit
-def _cache_scale(room, ROWS: gl.constexpr):
-    """The scale of an e4m3 cache, ``[64]`` fp32 of one number.
-
-    It is in shared memory: a load from where the engine keeps it could wait for memory.
-    """
-    return room.factors.index(opaque_zero() + 1).load(ROWS)
-
-
-@gluon.jit
-def _agreed_guard(most, walks, query, room, W: gl.constexpr):
-    """Powers of two by which rows of queries are multiplied, ``[64]`` fp32.
-
-    ``most`` ``[64]`` are the largest magnitudes in the warp group's part of the rows; the other
-    group's come through the memory for factors of rows, which nobody uses between two items. Warp
-    group 0 stores the factors of the rows' products.
-    """
-    ROWS: gl.constexpr = most.type.layout
-    z = opaque_zero()
-    room.grown.index(z + W).store(most)
-    thread_barrier()
-    mbarrier.arrive(room.loaded.index(1), count=1)
-    mbarrier.wait(room.loaded.index(1), walks & 1)
-    down, up = power_of_two_guard(gl.maximum(most, room.grown.index(z + 1 - W).load(ROWS)))
-    if W == 0:
-        factors = up * _cache_scale(room, ROWS) * (query.scale * LOG2E)
-        room.factors.index(opaque_zero()).store(factors)
-    return down
-
-
-@gluon.jit
 def _operands_of(W: gl.constexpr, ring, room, tile):
     """View the boxes as tiles that warp group W's products read, and as rows, to clear a tail."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -395,79 +286,11 @@ def _with_all_sums(W: gl.constexpr, state, walks, room):
 
 
 @gluon.jit
-def _write_part(W: gl.constexpr, cut, in_group, state, room, plan, out, tile):
-    """Write warp group W's half of a part's output; group 0 also writes the LSE.
-
-    A part that has all keys of its queries is the result. Any other goes to a slot of the program,
-    for :func:`attn.kernels.latent.hopper_wide.fold.fold_cuts_kernel`: the output that the part's
-    keys alone would give, in the output's type, and the LSE in units of log 2.
-
-    This runs once for a work item and waits for its instructions to be fetched. So the code is kept
-    short: rows go through shared memory to threads that write 16 bytes at a time.
-    """
-    # Over e4m3 a thread has one row, but all rows of its columns of the output.
-    OUTPUT: gl.constexpr = BY_ROW if tile.E4M3 else tile.OUTPUT
-    ROW: gl.constexpr = gl.SliceLayout(1, OUTPUT)
-    WRITES_LSE: gl.constexpr = out.LSE and W == 0
-    m = gl.convert_layout(state.m, ROW)
-    l = gl.convert_layout(state.l, ROW)
-    some = m > float("-inf")
-    by = 1.0 / gl.where(some, l, 1.0)
-    # The queries' shared memory is free: the groups met after the last product that reads it.
-    if tile.E4M3:
-        z = opaque_zero()
-        room.grown.index(z + W).store(by * _cache_scale(room, ROW))
-        thread_barrier()
-        by = room.grown.index(z + W).load(gl.SliceLayout(0, tile.OUTPUT))
-        written = natural_columns((state.acc * by[None, :]).to(out.out_ptr.dtype.element_ty))
-    else:
-        written = (state.acc * by[:, None]).to(out.out_ptr.dtype.element_ty)
-    halves = reinterpret(room.q_boxes, tile.DTYPE, [2, 64, 256], gl.NVMMASharedLayout(128, 16, 2))
-    z = opaque_zero() if tile.E4M3 else 0
-    halves.index(z + W).store(written.to(tile.DTYPE, bitcast=True))
-    # These are loaded once more instead of being kept in registers during the loop.
-    count = gl.load(cut.fields + 2)
-    token = gl.load(cut.fields + 1)
-    is_result = (cut.begin == 0) & (cut.end == gl.load(cut.fields + 6))
-    # A program has two slots: the first for an item that another program began, the second for an
-    # item that goes on in another program.
-    slot = wide(2 * program_number() + gl.where(cut.begin == 0, 1, 0))
-    if is_result:
-        if WRITES_LSE:
-            tokens, head, wanted = _query_rows(token, count, in_group, tile, OUTPUT)
-            write_lse(some, m, l, tokens, head, wanted, out.lse_ptr, out.lse_token)
-    elif W == 0:
-        place = gl.arange(0, 64, layout=ROW) + opaque_zero()
-        lse = gl.where(some, m + gl.log2(l), float("-inf"))
-        gl.store(plan.sums_ptr + slot * tile.USED + place, lse, mask=place < tile.USED)
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    tokens, head, wanted = _query_rows(token, count, in_group, tile, LAYOUT)
-    at = tokens.to(gl.int64) * out.out_token + head * out.out_head
-    to = out.out_ptr
-    if not is_result:
-        place = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)) + opaque_zero()
-        at = (slot * tile.USED + place) * (2 * HALF)
-        wanted = place < tile.USED
-        to = plan.states_ptr.to(gl.pointer_type(out.out_ptr.dtype.element_ty), bitcast=True)
-    thread_barrier()
-    # Eight times zero: the compiler has to know that a thread's columns are aligned.
-    column = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT)) + 8 * opaque_zero()
-    for i in gl.static_range(4):
-        part = room.q_boxes.index(z + W * 4 + i).load(LAYOUT)
-        cells = to + at[:, None] + (W * HALF + i * 64 + column)[None, :]
-        gl.store(cells, part.to(out.out_ptr.dtype.element_ty, bitcast=True), mask=wanted[:, None])
-    # The next item's queries come where the output was.
-    thread_barrier()
-
-
-@gluon.jit
 def consume_latents(W: gl.constexpr, query, ring, room, plan, out, tile):
     """Attend to all parts that the program takes; warp group W has half of the output's columns."""
     SUMS: gl.constexpr = gl.SliceLayout(1, tile.SCORES)
-    if tile.E4M3:
-        operands = word_operands(W, ring, room)
-    else:
-        operands = _operands_of(W, ring, room, tile)
+    ROWS: gl.constexpr = gl.SliceLayout(1, tile.OUTPUT)
+    operands = _operands_of(W, ring, room, tile)
     first_row, begin, past_row, mine, fields = share_at(plan.shares_ptr, plan.HEADS)
     turn = 0
     walks = 0
@@ -479,28 +302,21 @@ def consume_latents(W: gl.constexpr, query, ring, room, plan, out, tile):
         if some:
             token = gl.load(fields + 1)
             count = gl.load(fields + 2)
-            _load_queries(token, count, in_group, walks, query, room, tile, W)
-        if tile.E4M3:
-            ROWS: gl.constexpr = gl.SliceLayout(1, BY_ROW)
-            l = gl.zeros([64], gl.float32, ROWS)
-            o = gl.zeros([HALF, 64], gl.float32, tile.OUTPUT)
-            if some:
-                l, o, turn = attend_to_words(W, cut, o, turn, walks, operands, ring, room, tile)
-                walks += 1
-            m = gl.where(some, room.references.load(ROWS), float("-inf"))
-            state = State(m=m, l=l, acc=o)
-        else:
-            state = State(
-                m=gl.full([64], float("-inf"), gl.float32, SUMS),
-                l=gl.zeros([64], gl.float32, SUMS),
-                acc=gl.zeros([64, HALF], gl.float32, tile.OUTPUT),
-            )
-            if some:
-                bounds = causal_bounds(cut.first, cut.kv_len, tile)
-                state, turn = _attend(
-                    W, cut, state, turn, operands, query, bounds, ring, room, tile
-                )
-                state, walks = _with_all_sums(W, state, walks, room)
-        _write_part(W, cut, in_group, state, room, plan, out, tile)
+            load_queries(token, count, in_group, walks, query, room, tile, W)
+            mbarrier.wait(room.loaded.index(0), walks & 1)
+        state = State(
+            m=gl.full([64], float("-inf"), gl.float32, SUMS),
+            l=gl.zeros([64], gl.float32, SUMS),
+            acc=gl.zeros([64, HALF], gl.float32, tile.OUTPUT),
+        )
+        if some:
+            bounds = causal_bounds(cut.first, cut.kv_len, tile)
+            state, turn = _attend(W, cut, state, turn, operands, query, bounds, ring, room, tile)
+            state, walks = _with_all_sums(W, state, walks, room)
+        m = gl.convert_layout(state.m, ROWS)
+        l = gl.convert_layout(state.l, ROWS)
+        by = 1.0 / gl.where(m > float("-inf"), l, 1.0)
+        written = (state.acc * by[:, None]).to(out.out_ptr.dtype.element_ty)
+        write_part(W, cut, in_group, m, l, written, room, plan, out, tile, tile.OUTPUT)
         begin = 0
         fields = plan.rows_ptr + wide(((r + 1) // plan.HEAD_LOOPS) * FIELDS)

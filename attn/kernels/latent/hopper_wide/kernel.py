@@ -1,9 +1,12 @@
 """The wide Hopper latent kernel: decode and verify over rows of 512 latent and 64 rotary columns.
 
-A work item is up to 64 query rows (query tokens x query heads). Two consumer warp groups multiply,
-each with half of the output's columns. A row of the cache is read once: all of it is the key, and
-its first 512 columns are the value. Over a cache of e4m3 they convert bytes to fp16
-in registers (:mod:`attn.kernels.latent.hopper_wide.words`).
+A work item is up to 64 query rows (query tokens x query heads). Two warp groups multiply, each with
+half of the output's columns. A row of the cache is read once: all of it is the key, and its first
+512 columns are the value.
+
+Over 16 bits these two also compute scores (:mod:`attn.kernels.latent.hopper_wide.consumer`). Over
+e4m3 another warp group does (:mod:`attn.kernels.latent.hopper_wide.scorer`), by products of e4m3,
+and the two convert values to fp16 (:mod:`attn.kernels.latent.hopper_wide.columns`).
 
 **Cuts.** Every program takes the same number of key tiles, and a work item is cut wherever that
 falls. The state of 64 query rows is 128 KiB, all that registers hold. Keeping one such state for
@@ -27,20 +30,23 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from attn.kernels.lang.compat import let_kernels_behind_start, wait_for_kernels_before
 from attn.kernels.lang.structures import Out, Plan, Tile
+from attn.kernels.latent.hopper_wide.columns import add_latents
 from attn.kernels.latent.hopper_wide.consumer import consume_latents
-from attn.kernels.latent.hopper_wide.parts import BLOCK, HALF
+from attn.kernels.latent.hopper_wide.parts import BLOCK, BUFFERS, HALF
 from attn.kernels.latent.hopper_wide.producer import produce_latents
-from attn.kernels.latent.structures import LatentCache, LatentQuery, WideRing, WideRoom
+from attn.kernels.latent.hopper_wide.scorer import weigh_latents
+from attn.kernels.latent.structures import LatentCache, LatentQuery, WideRing, WideRoom, WordRoom
 
 _SECOND = tl.constexpr(232)
 """Registers of a thread of warp group 1. Warp group 0 has what is left: 216."""
 _PRODUCER = tl.constexpr(56)
 """Registers of a thread of the producer. With fewer, Triton 3.9 spills values that both warp group
 1 and the producer compute from the thread's number, since the producer's code keeps them."""
-_SECOND_OF_E4M3 = tl.constexpr(240)
-"""Registers of a thread of warp group 1 over e4m3. Warp group 0 has as many: both hold converted
-operands of two products."""
-_PRODUCER_OF_E4M3 = tl.constexpr(24)
+_COLUMNS = tl.constexpr(176)
+"""Registers of a thread of warp group 1 over e4m3. Warp group 0 has as many."""
+_SCORER = tl.constexpr(128)
+"""Registers of a thread of the scorer. With 120 of them a loop spills."""
+_PRODUCER_OF_E4M3 = tl.constexpr(32)
 """Registers of a thread of the producer over e4m3."""
 
 
@@ -99,7 +105,7 @@ def hopper_mla_kernel(
     ``cache_ptr`` is their address, for prefetches, and ``cache_block`` the elements from page to
     page. With E4M3 rows are bytes of e4m3, which descriptors and ``cache_block`` count as words of
     two: ``k_desc`` ``[N, BLOCK_SIZE, 288]``, and ``rope_desc`` the same in boxes of 32 words.
-    ``k_scale`` is an fp32 scalar then, and products are of fp16. Query is ``[T, H, 512]`` and
+    ``k_scale`` is an fp32 scalar then, and queries are bf16. Query is ``[T, H, 512]`` and
     rotary ``[T, H, 64]``, whose strides of tokens and heads are in units of 16 bytes; out is
     ``[T, H, 512]``, LSE ``[T, H]``; rows and shares are tensors of the plan.
 
@@ -145,8 +151,9 @@ def hopper_mla_kernel(
         out_token=OUT_TOKEN, out_head=OUT_HEAD, lse_token=LSE_TOKEN, SINKS=False, FP8_OUT=False,
         LSE=LSE,
     )  # fmt: skip
-    # Over e4m3 keys are the rows of scores, and columns those of the output.
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    # Over e4m3 keys are the rows of scores, and columns those of the output: what comes from the
+    # cache is the first operand of products.
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32 if E4M3 else 16])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64 if E4M3 else HALF, 16])
     tile = Tile(
         GROUP=GROUP, TILE_HEADS=TILE_HEADS, USED=TILE_HEADS * QUERY_TOKENS, ROWS=64, SIZE=2 * HALF,
@@ -162,31 +169,12 @@ def hopper_mla_kernel(
     # allocation as tiles only if the tiles are all of it.
     q_boxes = gl.allocate_shared_memory(DTYPE, [8, 64, 64], LAYOUT)
     q_rope = gl.allocate_shared_memory(DTYPE, [1, 64, 64], LAYOUT)
-    weights = gl.allocate_shared_memory(DTYPE, [4 if E4M3 else 1, 64, 64], LAYOUT)
-    m_first = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+    weights = gl.allocate_shared_memory(DTYPE, [BUFFERS if E4M3 else 1, 64, 64], LAYOUT)
+    references = gl.allocate_shared_memory(gl.float32, [64], FLAT)
     full = gl.allocate_shared_memory(gl.int64, [PARTS, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [PARTS, 1], BARRIER)
     ready = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
     loaded = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    if E4M3:
-        m_second = m_first
-        sums = m_first
-        grown = gl.allocate_shared_memory(gl.float32, [4, 64], FLAT)
-        flags = gl.allocate_shared_memory(gl.int32, [4, 1], FLAT)
-        votes = gl.allocate_shared_memory(gl.uint8, [2, 128], FLAT)
-        factors = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
-        taken = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
-        for i in gl.static_range(4):
-            mbarrier.init(taken.index(i), count=1)
-    else:
-        # Nobody uses the memory of these names.
-        m_second = gl.allocate_shared_memory(gl.float32, [64], FLAT)
-        sums = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
-        grown = sums
-        flags = sums
-        votes = sums
-        factors = sums
-        taken = ready
     for i in gl.static_range(PARTS):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
@@ -194,6 +182,34 @@ def hopper_mla_kernel(
         mbarrier.init(ready.index(i), count=1)
     for i in gl.static_range(2):
         mbarrier.init(loaded.index(i), count=2)
+    ring = WideRing(
+        left_boxes=left_boxes, right_boxes=right_boxes, rope_boxes=rope_boxes, full=full,
+        empty=empty, LEFT=LEFT, RIGHT=RIGHT, RUN=RUN, EARLY=EARLY,
+    )  # fmt: skip
+    if E4M3:
+        grown = gl.allocate_shared_memory(gl.float32, [BUFFERS, 64], FLAT)
+        flags = gl.allocate_shared_memory(gl.int32, [BUFFERS, 1], FLAT)
+        votes = gl.allocate_shared_memory(gl.uint8, [128], FLAT)
+        factors = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+        row_numbers = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
+        cache_scale = gl.allocate_shared_memory(gl.float32, [1], FLAT)
+        taken = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], BARRIER)
+        summed = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+        for i in gl.static_range(BUFFERS):
+            mbarrier.init(taken.index(i), count=2)
+        mbarrier.init(summed, count=1)
+        word_room = WordRoom(
+            q_boxes=q_boxes, q_rope=q_rope, weights=weights, references=references, grown=grown,
+            flags=flags, votes=votes, factors=factors, row_numbers=row_numbers, scale=cache_scale,
+            ready=ready, taken=taken, summed=summed, loaded=loaded,
+        )  # fmt: skip
+    else:
+        m_second = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+        sums = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
+        room = WideRoom(
+            q_boxes=q_boxes, q_rope=q_rope, weights=weights, m_first=references, m_second=m_second,
+            sums=sums, ready=ready, loaded=loaded,
+        )  # fmt: skip
     # TMA sees memory through another proxy than threads do: make the barriers visible to it.
     fence_async_shared()
     wait_for_kernels_before()
@@ -201,23 +217,25 @@ def hopper_mla_kernel(
     # wait for this kernel, so this comes after the wait for the kernel that wrote it.
     let_kernels_behind_start()
     if E4M3:
-        ROWS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        factors.index(1).store(gl.full([64], gl.load(k_scale_ptr), gl.float32, ROWS))
-    ring = WideRing(
-        left_boxes=left_boxes, right_boxes=right_boxes, rope_boxes=rope_boxes, full=full,
-        empty=empty, LEFT=LEFT, RIGHT=RIGHT, RUN=RUN, EARLY=EARLY,
-    )  # fmt: skip
-    room = WideRoom(
-        q_boxes=q_boxes, q_rope=q_rope, weights=weights, m_first=m_first, m_second=m_second,
-        references=m_first, grown=grown, flags=flags, votes=votes, sums=sums, factors=factors,
-        ready=ready, taken=taken, loaded=loaded,
-    )  # fmt: skip
-    gl.warp_specialize(
-        [
-            (consume_latents, (0, query, ring, room, plan, out, tile)),
-            (consume_latents, (1, query, ring, room, plan, out, tile)),
-            (produce_latents, (num_rows, cache, ring, room, plan, out, GROUP)),
-        ],
-        [4, 1],
-        [_SECOND_OF_E4M3, _PRODUCER_OF_E4M3] if E4M3 else [_SECOND, _PRODUCER],
-    )
+        ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        cache_scale.store(gl.full([1], gl.load(k_scale_ptr), gl.float32, ONE))
+        gl.warp_specialize(
+            [
+                (add_latents, (0, query, ring, word_room, plan, out, tile)),
+                (add_latents, (1, query, ring, word_room, plan, out, tile)),
+                (weigh_latents, (ring, word_room, plan, tile)),
+                (produce_latents, (num_rows, cache, ring, word_room, plan, out, GROUP)),
+            ],
+            [4, 4, 1],
+            [_COLUMNS, _SCORER, _PRODUCER_OF_E4M3],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume_latents, (0, query, ring, room, plan, out, tile)),
+                (consume_latents, (1, query, ring, room, plan, out, tile)),
+                (produce_latents, (num_rows, cache, ring, room, plan, out, GROUP)),
+            ],
+            [4, 1],
+            [_SECOND, _PRODUCER],
+        )

@@ -14,6 +14,8 @@ BLOCK = tl.constexpr(64)
 """Keys of a block, and query rows of a work item; two blocks are a tile of keys."""
 HALF = tl.constexpr(256)
 """Columns of the output that one warp group computes."""
+BUFFERS = tl.constexpr(4)
+"""Blocks whose weights have a place, over e4m3; a power of two."""
 
 
 @gluon.jit
