@@ -27,6 +27,7 @@ from typing import Any, Final
 from builders.latent.choice import NARROW_ROWS
 from builders.launch.call import KernelCall
 from builders.sparse.hopper_tiles import MOST_NARROW_HEADS
+from specs.dtypes import CacheDType, DType
 from tests.compile.record import Record, RecordedError
 from tests.compile.variants import (
     DEVICES,
@@ -177,9 +178,10 @@ def misses_of(variant: Variant, target: int, facts: Facts) -> list[str]:
         *(Kernel.PREFILL, Kernel.MLA_PREFILL),
         *(Kernel.HOPPER_PREFILL, Kernel.HOPPER_MLA, Kernel.HOPPER_SPARSE),
     )
-    # Latent attention multiplies by warp where there are few query rows.
+    # Latent attention multiplies by warp where there are few query rows, and fp16 over e4m3.
     layer = variant.layer
     is_few = layer.heads[0] * (1 + layer.drafts) <= NARROW_ROWS
+    is_few |= layer.dtype is DType.FLOAT16 and layer.cache is CacheDType.FP8_E4M3
     by_warp = variant.kernel is Kernel.HOPPER_MLA and (layer.batch_invariant or is_few)
     by_warp |= variant.kernel is Kernel.HOPPER_SPARSE and layer.heads[0] <= MOST_NARROW_HEADS
     wants_groups = target == 90 and variant.kernel in by_groups and is_narrow and not by_warp

@@ -64,7 +64,8 @@ def clear_padding(num_rows, plan, out, zero, HEADS: gl.constexpr, WARPS: gl.cons
     replayed for steps with fewer tokens than it was captured for, and its other rows go through the
     projections that follow, so they must hold numbers. All programs share the rows; WARPS warps of
     each run this. ``zero`` is 0; where the compiler does not know that, it computes a thread's
-    columns and the number of the rows' heads here and not early.
+    columns and the number of the rows' heads here and not early. Where it knows a multiple of 8, it
+    stores eight columns at a time.
     """
     items = gl.load(plan.total_ptr)
     # Work items have the order of their tokens.
@@ -72,8 +73,7 @@ def clear_padding(num_rows, plan, out, zero, HEADS: gl.constexpr, WARPS: gl.cons
     past = gl.load(last + 1) + gl.load(last + 2)
     first = gl.where(items > 0, past, 0) * HEADS
     LAYOUT: gl.constexpr = gl.BlockedLayout([min(8, 16 // WARPS)], [32], [WARPS], [0])
-    # Eight times zero: the compiler has to know that a thread's columns are aligned.
-    column = 8 * zero + gl.arange(0, 512, layout=LAYOUT)
+    column = zero + gl.arange(0, 512, layout=LAYOUT)
     zeros = gl.zeros([512], out.out_ptr.dtype.element_ty, LAYOUT)
     for i in range(first + gl.program_id(0), (num_rows + zero) * HEADS, gl.num_programs(0)):
         token = i // HEADS

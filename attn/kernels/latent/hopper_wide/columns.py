@@ -146,6 +146,7 @@ def add_latents(W: gl.constexpr, query, ring, room, plan, out, tile):
         o = o * by.load(gl.SliceLayout(0, tile.OUTPUT))[None, :]
         # The queries' shared memory is free: the scorer has its last product.
         written = natural_columns(o.to(out.out_ptr.dtype.element_ty))
+        # This is computed once more instead of being kept in a register during the blocks.
         in_group = _first_head(opaque_int(r), plan, tile)
         write_part(W, cut, in_group, m, l, written, room, plan, out, tile, _BY_ROW)
         begin = 0

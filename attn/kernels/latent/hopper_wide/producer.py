@@ -131,4 +131,7 @@ def produce_latents(num_rows, cache, ring, room, plan, out, HEADS: gl.constexpr)
             turn += 1
         begin = 0
         fields = plan.rows_ptr + ((r + 1) // plan.HEAD_LOOPS) * FIELDS
-    clear_padding(num_rows, plan, out, opaque_zero(), HEADS)
+    # With few registers an address for each column would be spilled. Over 16 bits Triton 3.9 spills
+    # if stores are wide.
+    zero = 8 * opaque_zero() if cache.E4M3 else opaque_zero()
+    clear_padding(num_rows, plan, out, zero, HEADS)

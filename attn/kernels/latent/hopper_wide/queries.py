@@ -41,8 +41,10 @@ def load_queries(token, count, in_group, walks, query, room, tile, W: gl.constex
     Over e4m3 the groups meet here. ``walks`` is how often they came here for earlier items.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    # Eight times zero: the compiler has to know that a thread's columns are aligned.
-    column = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT)) + 8 * opaque_zero()
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
+    if tile.E4M3:
+        # Eight times zero: the compiler has to know that a thread's columns are aligned.
+        column += 8 * opaque_zero()
     tokens, head, wanted = query_rows(token, count, in_group, tile, LAYOUT)
     at = query.absorbed_at(tokens, head)[:, None] + (W * HALF + column)[None, :]
     rotary_at = query.rotary_at(tokens, head)[:, None] + column[None, :]
