@@ -464,8 +464,10 @@ Assembly that several kernels use is here."""
 
 
 def _assembly(
-    text: str, constraints: str, given: Sequence[Any], dtype: Any, is_pure: bool, pack: int
+    text: Any, constraints: str, given: Sequence[Any], dtype: Any, is_pure: bool, pack: int
 ) -> Any:
+    # A default of a parameter is still a constexpr.
+    text = text.value if isinstance(text, constexpr) else text
     found = ASSEMBLY[text](*(np.asarray(x) for x in given))
     return tuple(value(x) for x in found) if isinstance(found, tuple) else value(found)
 
