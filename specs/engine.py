@@ -214,6 +214,11 @@ class EngineConfig(Spec):
     fp8_mla_prefill: StrictBool = False
     """Prefill over an fp8 latent cache rounds queries, keys and values to e4m3 as well, which
     TRTLLM_MLA's kernels multiply faster. It costs accuracy and is therefore off by default."""
+    fp8_mla_queries: StrictBool = False
+    """Decodes over an e4m3 latent cache may round queries to e4m3, by a power of two for each query
+    row. It costs accuracy and is therefore off by default. TRITON_MLA's Hopper kernel for more than
+    32 query rows (heads x tokens) does, which makes it faster; other kernels keep queries as they
+    are."""
     mla_workspace_bytes: PositiveInt | None = None
     """Most bytes of cached context that an MLA step holds at a time in expanded form, or converted
     for a sparse kernel; None leaves the bound to the backend."""

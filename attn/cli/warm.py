@@ -57,6 +57,7 @@ class Wanted:
             max_num_batched_tokens=self.max_num_batched_tokens,
             speculative=SpeculativeConfig(num_speculative_tokens=drafts) if drafts else None,
             kernels=settings.kernels(),
+            fp8_mla_queries=settings.fp8_mla_queries(),
         )
 
 

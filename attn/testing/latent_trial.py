@@ -473,11 +473,18 @@ class LatentTrial(Trial):
         self._judge_latents("stored", "stored", results, stored, result)
 
     def _read_query(self, absorbed: Tensor, record: Any) -> Tensor:
-        """Absorbed queries as the kernel reads them: rounded to e4m3 where its scratch is e4m3.
+        """Absorbed queries as the kernel reads them: rounded to e4m3 where its scratch is e4m3, or
+        where the plan says so.
 
         Raises:
-            AssertionError: no kernel of this backend is known to round queries over this cache.
+            AssertionError: no kernel of this backend is known to round queries over this cache, or
+                nobody asked for that.
         """
+        tile = getattr(getattr(record.decode, "split", None), "hopper", None)
+        if getattr(tile, "rounds_queries", False):
+            if not self.fp8_mla_queries or self.case.cache_dtype is not CacheDType.FP8_E4M3:
+                raise AssertionError("decode rounds queries to e4m3, which nobody asked for")
+            return stored_rows.rounded_queries(absorbed)
         scratch = getattr(record.decode, "query", None)
         if not isinstance(scratch, Tensor) or scratch.dtype is not torch.float8_e4m3fn:
             return absorbed

@@ -127,6 +127,17 @@ def quantized_latent(rows: Tensor, cache_dtype: str, scale: Tensor, rank: int) -
     return quantized(rows[:, None], cache_dtype, scale)[:, 0]
 
 
+def rounded_queries(rows: Tensor) -> Tensor:
+    """Queries ``[..., D]`` rounded to e4m3 as the Hopper latent kernel may do: float64.
+
+    A row is multiplied by a power of two first, so that its largest element is in [2^7, 2^8).
+    """
+    rows = rows.double()
+    peak = rows.abs().amax(-1, keepdim=True)
+    factor = torch.where(peak > 0, torch.exp2(7 - peak.log2().floor()), 1.0)
+    return _rounded(rows * factor, torch.float8_e4m3fn) / factor
+
+
 def latent_blocks(latent: Tensor) -> Tensor:
     """Latent rows ``[T, L]`` cut into the blocks ``[T, L / 128, 128]`` that share a scale."""
     blocks: Tensor = latent.unflatten(-1, (-1, LATENT_BLOCK))  # type: ignore[no-untyped-call]

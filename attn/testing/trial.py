@@ -135,6 +135,8 @@ class Trial(ABC):
     """``EngineConfig.mla_kernel`` of the trial."""
     fp8_mla_prefill = False
     """``EngineConfig.fp8_mla_prefill`` of the trial."""
+    fp8_mla_queries = False
+    """``EngineConfig.fp8_mla_queries`` of the trial."""
 
     def __init__(
         self, backend: type[AttentionBackend], case: AnyCase, device: torch.device
@@ -170,6 +172,7 @@ class Trial(ABC):
             speculative=speculative,
             kernels=Kernels.own(self.prefill_kernel, self.decode_kernel, self.mla_kernel),
             fp8_mla_prefill=self.fp8_mla_prefill,
+            fp8_mla_queries=self.fp8_mla_queries,
             **settings,
         )
 

@@ -82,6 +82,8 @@ class LayerRequirements:
     """Type of the model's elements; None where it is not known."""
     cache_dtype: CacheDType | None = None
     """Type of the cache's elements; None where it is not known."""
+    fp8_queries: bool = False
+    """Queries over an e4m3 cache may be rounded to e4m3."""
     dequantised: bool = False
     """Elements of 16 bits were dequantised from an 8-bit cache. The tile then has the query rows of
     a tile that dequantises its own keys, since a step takes either."""

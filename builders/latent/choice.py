@@ -159,4 +159,5 @@ def hopper_latent_tile(
         LEAST_TILES,
         ROW_COST,
         reads_again=head_tiles > 1 or max_query_len > split.query_tokens,
+        rounds_queries=asks.fp8_queries and shape.stored_bits == 8,
     )

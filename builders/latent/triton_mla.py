@@ -345,6 +345,7 @@ def _hopper_tile(
         is_local=isinstance(spec, SlidingWindowMLASpec),
         query=spec.dtype,
         cache_dtype=spec.cache_dtype,
+        fp8_queries=config.fp8_mla_queries,
         # The alignment of a block; the engine's buffer itself is aligned.
         alignments=(("key", math.gcd(16, spec.page_size_bytes)),),
     )

@@ -181,6 +181,9 @@ class HopperDecodeTile:
     """Several work items of a request read the same keys at the same time, because its heads or the
     tokens of a verify take several tiles. Only :mod:`attn.kernels.latent.hopper_wide.kernel` uses
     it; tiles of other kernels leave it False."""
+    rounds_queries: bool = False
+    """Queries are rounded to e4m3 (``EngineConfig.fp8_mla_queries``). Only
+    :mod:`attn.kernels.latent.hopper_wide.kernel` does, over e4m3."""
     consumers: int = 1
     """Warp groups that multiply. With two, each takes every other tile of keys, and their states
     are merged at the end of each segment. Only :mod:`attn.kernels.dense.hopper_decode.kernel` has

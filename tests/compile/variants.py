@@ -148,6 +148,8 @@ class Layer:
     neox: bool = True
     left_to_itself: bool = False
     """The engine leaves the choice of kernels to the backend."""
+    rounds_queries: bool = False
+    """Queries over an e4m3 latent cache are rounded to e4m3."""
     nope: int = 128
     """Columns of an expanded latent key that are not rotary."""
     expanded_v: int = 128
@@ -204,6 +206,7 @@ class Layer:
             num_heads=self.heads[0],
             speculative=SpeculativeConfig(num_speculative_tokens=drafts) if drafts else None,
             batch_invariant=self.batch_invariant,
+            fp8_mla_queries=self.rounds_queries,
             rswa_window=self.rswa,
             # Otherwise steps of long queries alone would not show the split-KV kernel's launch.
             exact_host_lengths=self.dequantised,
@@ -596,6 +599,11 @@ HOPPER_VARIANTS: Final = (
     _only(_HL, "16 heads fp8", 90, speed=True, heads=(16, 1, 576), block_size=64, cache=_FP8),
     _only(_HL, "128 heads fp8", 90, speed=True, heads=(128, 1, 576), block_size=64, cache=_FP8),
     _only(_HL, "64 heads fp8 pages of 16", heads=(64, 1, 576), cache=_FP8),
+    _only(
+        *(_HL, "128 heads fp8 rounded queries", 90),
+        **{"speed": True, "heads": (128, 1, 576), "block_size": 64, "cache": _FP8},
+        rounds_queries=True,
+    ),
     _only(_HL, "20 heads fp8 fp16", heads=(20, 1, 576), dtype=DType.FLOAT16, cache=_FP8, drafts=3),
     _only(
         *(_HL, "20 heads fp8 fp16 invariant"),

@@ -61,6 +61,15 @@ SHORT_CASES = [
 PLAIN = Setup(heads=16, num_blocks=2048, decode_kernel=DecodeKernel.HOPPER)
 """A setup of latent layers: its KV heads and head size are not used."""
 E4M3 = replace(PLAIN, cache_dtype=CacheDType.FP8_E4M3)
+
+
+def rounds_queries(case: LatentCase) -> bool:
+    """Whether the wide kernel takes a case's decodes over e4m3."""
+    rows = case.num_heads * (1 + (case.batch.num_speculative_tokens or 0))
+    is_wide = rows > 32 and case.dtype is DType.BFLOAT16
+    return is_wide and case.cache_dtype is CacheDType.FP8_E4M3
+
+
 KINDS = {
     "few": (replace(PLAIN, speculative=None), 1),
     "decode": (PLAIN, 1),
@@ -78,6 +87,7 @@ KINDS = {
     "e4m3_h64": (replace(E4M3, heads=64), 1),
     "e4m3_h128": (replace(E4M3, heads=128), 1),
     "e4m3_h128_verify": (replace(E4M3, heads=128, speculative=1), 2),
+    "e4m3_rounded": (replace(E4M3, heads=128, speculative=1, fp8_mla_queries=True), 2),
 }
 INVARIANT = [
     kind
@@ -121,6 +131,7 @@ class LatentServing(gpu.Serving):
             num_heads=setup.heads,
             speculative=SpeculativeConfig(num_speculative_tokens=drafts) if drafts else None,
             kernels=Kernels.own(decode=setup.decode_kernel),
+            fp8_mla_queries=setup.fp8_mla_queries,
         )
         one = torch.ones((), device=DEVICE)
         scale = one / 32 if setup.cache_dtype.is_quantized else one
@@ -185,6 +196,20 @@ def _asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_case_that_it_serves_is_right(case: LatentCase) -> None:
+    check_case(TritonMLABackend, case, DEVICE)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if rounds_queries(case)], ids=str)
+def test_queries_may_be_rounded_to_e4m3(case: LatentCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Trial, "fp8_mla_queries", True)
+    check_case(TritonMLABackend, case, DEVICE)
+
+
+@pytest.mark.parametrize("case", [case for case in LONG_CASES if rounds_queries(case)], ids=str)
+def test_queries_may_be_rounded_over_many_tiles(
+    case: LatentCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Trial, "fp8_mla_queries", True)
     check_case(TritonMLABackend, case, DEVICE)
 
 

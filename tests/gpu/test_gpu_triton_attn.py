@@ -44,6 +44,8 @@ class Setup:
     max_len: int = 32768
     speculative: int | None = 3
     invariant: bool = False
+    fp8_mla_queries: bool = False
+    """Read for latent layers."""
     prefill_kernel: PrefillKernel = PrefillKernel.TRITON
     decode_kernel: DecodeKernel = DecodeKernel.TRITON
     """The tests here run the portable kernels on every GPU; Hopper kernels have their own files."""

@@ -18,7 +18,7 @@ from attn.kernels.lang import packed
 from attn.kernels.latent.hopper_narrow.kernel import hopper_mla_narrow_kernel
 from attn.kernels.latent.hopper_wide import scorer
 from attn.kernels.latent.hopper_wide.kernel import hopper_mla_kernel
-from attn.testing import batches
+from attn.testing import batches, stored_rows
 from attn.testing.batches import BATCHES, BatchSpec
 from attn.testing.cases import LatentCase
 from attn.testing.conformance import check_case
@@ -126,6 +126,28 @@ def test_queries_of_fp16_over_e4m3_take_narrow_tiles() -> None:
         tile = hopper_latent_tile(shape, HOPPER, 64, 1, LayerRequirements(query=dtype))
         assert isinstance(tile, HopperDecodeTile)
         assert tile.split.rows == rows
+
+
+@pytest.mark.parametrize(
+    ("changes", "asks", "rounds"),
+    [
+        ({}, {}, True),
+        ({"num_heads": 33}, {}, True),
+        ({"num_heads": 32}, {}, False),
+        ({"stored_bits": 16}, {}, False),
+        ({}, {"batch_invariant": True}, False),
+        ({}, {"query": DType.FLOAT16}, False),
+        ({}, {"fp8_queries": False}, False),
+    ],
+)
+def test_queries_are_rounded_if_the_engine_says_so_and_products_take_e4m3(
+    changes: dict[str, Any], asks: dict[str, Any], rounds: bool
+) -> None:
+    shape = replace(SHAPE, **({"stored_bits": 8} | changes))
+    given = LayerRequirements(**{"query": DType.BFLOAT16, "fp8_queries": True} | asks)
+    tile = hopper_latent_tile(shape, HOPPER, 64, 1, given)
+    assert isinstance(tile, HopperDecodeTile)
+    assert tile.rounds_queries is rounds
 
 
 @pytest.mark.parametrize("stored_bits", [8, 16])
@@ -299,6 +321,18 @@ def test_it_computes_a_step_of_every_kind(kind: str, launched: list[KernelCall])
     wanted = hopper_mla_narrow_kernel if is_narrow else hopper_mla_kernel
     assert launched
     assert all(call.kernel is wanted for call in launched)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("wide_e4m3")])
+def test_queries_may_be_rounded_to_e4m3(
+    kind: str, launched: list[KernelCall], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Trial, "fp8_mla_queries", True)
+    assert findings(KINDS[kind]) == {}
+    assert all(call.arguments["TERMS"] == 1 for call in launched)
+    # Their budget is that of rounded queries: exact ones would miss it.
+    monkeypatch.setattr(stored_rows, "rounded_queries", torch.Tensor.double)
+    assert "stored" in findings(KINDS[kind])
 
 
 @pytest.mark.parametrize("kind", ["pages_of_16", "few_rows", "e4m3", "wide_e4m3_pages_of_16"])

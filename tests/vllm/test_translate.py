@@ -288,6 +288,19 @@ def test_every_setting_arrives(make_config: Callable[..., Any]) -> None:
     assert mine.rswa_window is None
     assert mine.index_topk is None
     assert mine.kernels == Kernels()
+    assert not mine.fp8_mla_queries
+
+
+@pytest.mark.parametrize(("value", "expected"), [("1", True), ("0", False), ("", False)])
+def test_queries_over_e4m3_are_rounded_if_the_environment_says_so(
+    make_config: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    value: str,
+    expected: bool,
+) -> None:
+    monkeypatch.setenv("ATTN_VLLM_FP8_MLA_QUERIES", value)
+    mine = translate.engine_config(make_config(), their_spec("full"), 8)
+    assert mine.fp8_mla_queries is expected
 
 
 @pytest.mark.parametrize("kernels", [PrefillKernel, DecodeKernel])

@@ -94,6 +94,8 @@ class KernelCase(Spec):
     """``[R]`` KV lengths, the new tokens included."""
     block_size: PositiveInt = 16
     kv_cache_dtype: CacheDTypeField = CacheDType.AUTO
+    fp8_queries: StrictBool = False
+    """Our latent layer may round queries to e4m3 (``EngineConfig.fp8_mla_queries``)."""
     sliding_window: PositiveInt | None = None
     """Visible keys, the token itself included."""
     topk: NonNegativeInt = 0
@@ -250,6 +252,8 @@ class KernelCase(Spec):
             parts.append("sinks")
         if self.kv_cache_dtype.is_quantized:
             parts.append(f"{self.kv_cache_dtype.value} KV")
+        if self.fp8_queries:
+            parts.append("queries rounded to e4m3")
         heads = f"{self.num_heads}/{self.num_kv_heads}/{self.head_size}"
         return f"{self.kind.value} {heads}, {', '.join(parts)}"
 

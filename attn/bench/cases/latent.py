@@ -49,6 +49,10 @@ _FP8_LATENT: Final = Target(
     max_graph_ratio_to_best=1.0,
     against=MLA_PEERS,
 )
+_FP8_QUERIES: Final[dict[str, Any]] = {
+    "kv_cache_dtype": CacheDType.FP8_E4M3,
+    "fp8_queries": True,
+}
 MILLION: Final = 1 << 20
 """Tokens of the longest context."""
 _RAGGED: Final = [(1, length) for length in zipf_lens(64, 128, 32768)]
@@ -71,6 +75,10 @@ MLA_CASES: Final[tuple[KernelCase, ...]] = (
         kv_cache_dtype=CacheDType.FP8_E4M3,
     ),
     _latent("mla_fp8_h128_b32_4k", 128, (32, 4096), kv_cache_dtype=CacheDType.FP8_E4M3),
+    _latent("mla_fp8q_h128_b1_8k", 128, (1, 8192), **_FP8_QUERIES),
+    _latent("mla_fp8q_h128_b32_4k", 128, (32, 4096), **_FP8_QUERIES),
+    _latent("mla_fp8q_h128_b128_4k", 128, (128, 4096), **_FP8_QUERIES),
+    _latent("mla_fp8q_h64_b64_8k", 64, (64, 8192), **_FP8_QUERIES),
     _latent("mla_h12_b64_4k", 12, (64, 4096)),
     _latent("mla_h24_b64_4k", 24, (64, 4096)),
     _latent("mla_h96_b64_4k", 96, (64, 4096)),

@@ -13,7 +13,7 @@ from attn.bench.cases.case import MODEL_DTYPE, NOPE_SIZE, KernelCase
 from attn.bench.cases.dense import PLAN_SIZES, SCRATCH_CASE
 from attn.bench.cases.inputs import Content, cache_slots, make_content, permuted_table
 from attn.bench.measure.timing import graph_time_us, host_time_us
-from attn.bench.peers.dense import KernelRun, Latest
+from attn.bench.peers.dense import FP8_QUERY_TOLERANCE, TOLERANCE, KernelRun, Latest
 from attn.bench.results.reasons import describe
 from attn.bench.results.results import PlanOfSize, PlanTime
 from attn.device import detect_device
@@ -60,6 +60,7 @@ def engine_config(
         speculative=SpeculativeConfig(num_speculative_tokens=drafts) if drafts else None,
         batch_invariant=batch_invariant,
         kernels=kernels,
+        fp8_mla_queries=case.fp8_queries,
         softmax_scale=case.scale,
     )
 
@@ -269,6 +270,7 @@ def _latent_run(
     return KernelRun(
         partial(attend, record),
         output,
+        FP8_QUERY_TOLERANCE if content.case.fp8_queries else TOLERANCE,
         planned=lambda: attend(builder.build(0, layer.batch)),
         plan=partial(builder.build, 0, layer.batch),
         collect=lambda: output.copy_(results.output),

@@ -21,12 +21,16 @@ DECODE_VARIABLE: Final = "ATTN_VLLM_DECODE_KERNEL"
 AHEAD_VARIABLE: Final = "ATTN_VLLM_COMPILE_AHEAD"
 """``0``: no process compiles our kernels while vLLM loads the model; ``1``, the default: one does.
 """
+QUERIES_VARIABLE: Final = "ATTN_VLLM_FP8_MLA_QUERIES"
+"""``1``: latent decodes over an e4m3 cache may round queries to e4m3
+(``EngineConfig.fp8_mla_queries``); ``0``, the default: they do not."""
 VARIABLES: Final = (
     BACKEND_VARIABLE,
     OVERRIDE_VARIABLE,
     PREFILL_VARIABLE,
     DECODE_VARIABLE,
     AHEAD_VARIABLE,
+    QUERIES_VARIABLE,
 )
 
 RAY_VARIABLE: Final = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
@@ -47,6 +51,7 @@ def check() -> None:
     prefill_kernel()
     decode_kernel()
     compiles_ahead()
+    fp8_mla_queries()
 
 
 def compiles_ahead() -> bool:
@@ -55,9 +60,22 @@ def compiles_ahead() -> bool:
     Raises:
         ValueError: the variable's value is neither 0 nor 1.
     """
-    named = os.environ.get(AHEAD_VARIABLE) or "1"
+    return _switched(AHEAD_VARIABLE, "1")
+
+
+def fp8_mla_queries() -> bool:
+    """Whether latent decodes over an e4m3 cache may round queries to e4m3.
+
+    Raises:
+        ValueError: the variable's value is neither 0 nor 1.
+    """
+    return _switched(QUERIES_VARIABLE, "0")
+
+
+def _switched(variable: str, default: str) -> bool:
+    named = os.environ.get(variable) or default
     if named not in ("0", "1"):
-        raise ValueError(f"{AHEAD_VARIABLE} must be 0 or 1, got {named!r}")
+        raise ValueError(f"{variable} must be 0 or 1, got {named!r}")
     return named == "1"
 
 

@@ -217,6 +217,7 @@ def engine_config(
         index_topk=compat.index_topk(vllm_config, spec),
         dense_short_prompts=compat.sends_short_prompts(vllm_config),
         kernels=settings.kernels(),
+        fp8_mla_queries=settings.fp8_mla_queries(),
     )
 
 

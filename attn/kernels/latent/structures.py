@@ -316,13 +316,13 @@ class WideRoom:
 
 
 @aggregate
-class WordRoom:
+class E4m3Room:
     """The shared memory that the wide kernel's warp groups have in common, over e4m3."""
 
     q_boxes: gl.shared_memory_descriptor
     """``[8, 64, 64]`` of 16 bits, for 128 latent columns of e4m3 in each box: small terms of the
-    left half's two runs of columns, then their large terms, then the right half's. When the queries
-    have been used, the output of the part, on its way to memory."""
+    left half's first run of columns, their large terms, both of its second run, then those of the
+    right half. When the queries have been used, the output of the part, on its way to memory."""
     q_rope: gl.shared_memory_descriptor
     """``[1, 64, 64]`` of 16 bits, for the rotary columns' small terms, and their large terms."""
     weights: gl.shared_memory_descriptor
@@ -352,6 +352,9 @@ class WordRoom:
     loaded: gl.shared_memory_descriptor
     """``[2, 1]`` mbarriers: both groups of columns have stored their half of the queries, and the
     largest magnitudes of their half's rows."""
+    TERMS: gl.constexpr
+    """int, e4m3 numbers whose sum a query element becomes: 2, or 1 if it is rounded, and then there
+    are no small terms."""
 
 
 @aggregate
@@ -359,7 +362,7 @@ class ScoreOperands:
     """Shared memory as the products of the wide kernel's scorer read it, over e4m3."""
 
     q: gl.shared_memory_descriptor
-    """``[8, 64, 128]`` e4m3, latent columns of the queries' terms, see :class:`WordRoom`."""
+    """``[8, 64, 128]`` e4m3, latent columns of the queries' terms, see :class:`E4m3Room`."""
     q_rope: gl.shared_memory_descriptor
     """``[2, 64, 64]`` e4m3, rotary columns of the queries' small terms and of their large terms."""
     left: gl.shared_memory_descriptor

@@ -148,6 +148,7 @@ def test_overrides_replace_members_and_are_taken_back(
         ),
         ("ATTN_VLLM_PREFILL_KERNEL", "cutlass", ["ATTN_VLLM_PREFILL_KERNEL", "hopper", "cutlass"]),
         ("ATTN_VLLM_DECODE_KERNEL", "Hopper", ["ATTN_VLLM_DECODE_KERNEL", "hopper", "'Hopper'"]),
+        ("ATTN_VLLM_FP8_MLA_QUERIES", "yes", ["must be 0 or 1", "'yes'"]),
         ("ATTN_VLLM_DECODE_KERNELS", "auto", ["ATTN_VLLM_BACKEND", "got ATTN_VLLM_DECODE_KERNELS"]),
     ],
 )

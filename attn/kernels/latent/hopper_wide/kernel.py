@@ -35,7 +35,7 @@ from attn.kernels.latent.hopper_wide.consumer import consume_latents
 from attn.kernels.latent.hopper_wide.parts import BLOCK, BUFFERS, HALF
 from attn.kernels.latent.hopper_wide.producer import produce_latents
 from attn.kernels.latent.hopper_wide.scorer import weigh_latents
-from attn.kernels.latent.structures import LatentCache, LatentQuery, WideRing, WideRoom, WordRoom
+from attn.kernels.latent.structures import E4m3Room, LatentCache, LatentQuery, WideRing, WideRoom
 
 _SECOND = tl.constexpr(232)
 """Registers of a thread of warp group 1. Warp group 0 has what is left: 216."""
@@ -96,6 +96,7 @@ def hopper_mla_kernel(
     PREFETCH: gl.constexpr,
     LSE: gl.constexpr,
     E4M3: gl.constexpr,
+    TERMS: gl.constexpr,
 ):
     """Attention of the plan's work items, and parts of those cut; grid ``(groups * HEADS,)``.
 
@@ -105,8 +106,9 @@ def hopper_mla_kernel(
     ``cache_ptr`` is their address, for prefetches, and ``cache_block`` the elements from page to
     page. With E4M3 rows are bytes of e4m3, which descriptors and ``cache_block`` count as words of
     two: ``k_desc`` ``[N, BLOCK_SIZE, 288]``, and ``rope_desc`` the same in boxes of 32 words.
-    ``k_scale`` is an fp32 scalar then, and queries are bf16. Query is ``[T, H, 512]`` and
-    rotary ``[T, H, 64]``, whose strides of tokens and heads are in units of 16 bytes; out is
+    ``k_scale`` is an fp32 scalar then, queries are bf16, and a query element becomes the sum of
+    TERMS e4m3 numbers: 2, or 1, which rounds it. Query is ``[T, H, 512]`` and rotary
+    ``[T, H, 64]``, whose strides of tokens and heads are in units of 16 bytes; out is
     ``[T, H, 512]``, LSE ``[T, H]``; rows and shares are tensors of the plan.
 
     A program has two parts ``[TILE_HEADS * QUERY_TOKENS, 512]`` of the output's type among the
@@ -198,10 +200,10 @@ def hopper_mla_kernel(
         for i in gl.static_range(BUFFERS):
             mbarrier.init(taken.index(i), count=2)
         mbarrier.init(summed, count=1)
-        word_room = WordRoom(
+        e4m3_room = E4m3Room(
             q_boxes=q_boxes, q_rope=q_rope, weights=weights, references=references, grown=grown,
             flags=flags, votes=votes, factors=factors, row_numbers=row_numbers, scale=cache_scale,
-            ready=ready, taken=taken, summed=summed, loaded=loaded,
+            ready=ready, taken=taken, summed=summed, loaded=loaded, TERMS=TERMS,
         )  # fmt: skip
     else:
         m_second = gl.allocate_shared_memory(gl.float32, [64], FLAT)
@@ -221,10 +223,10 @@ def hopper_mla_kernel(
         cache_scale.store(gl.full([1], gl.load(k_scale_ptr), gl.float32, ONE))
         gl.warp_specialize(
             [
-                (add_latents, (0, query, ring, word_room, plan, out, tile)),
-                (add_latents, (1, query, ring, word_room, plan, out, tile)),
-                (weigh_latents, (ring, word_room, plan, tile)),
-                (produce_latents, (num_rows, cache, ring, word_room, plan, out, GROUP)),
+                (add_latents, (0, query, ring, e4m3_room, plan, out, tile)),
+                (add_latents, (1, query, ring, e4m3_room, plan, out, tile)),
+                (weigh_latents, (ring, e4m3_room, plan, tile)),
+                (produce_latents, (num_rows, cache, ring, e4m3_room, plan, out, GROUP)),
             ],
             [4, 4, 1],
             [_COLUMNS, _SCORER, _PRODUCER_OF_E4M3],

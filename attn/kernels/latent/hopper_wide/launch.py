@@ -61,8 +61,10 @@ def check_serves(
     tile, _ = latent_kernel_of(shape, DeviceKind.SM90, block_size, tokens, asks, wanted)
     assert tile is not None
     # The plan knows the tokens of a tile, not the tokens of the engine's verify, from which
-    # ``reads_again`` follows. So the tile takes it from the plan.
-    is_planned(replace(tile, reads_again=plan.hopper.reads_again), plan.hopper, True)
+    # ``reads_again`` follows; and only the engine knows whether queries are rounded. So the tile
+    # takes both from the plan.
+    decided = {name: getattr(plan.hopper, name) for name in ("reads_again", "rounds_queries")}
+    is_planned(replace(tile, **decided), plan.hopper, True)
     for name, is_asked in {
         "an output scale": tensors.output_scale is not None,
         "sinks": tensors.sinks is not None,
@@ -219,6 +221,7 @@ class HopperLatentLauncher:
             fixed |= {
                 "cache_block": rows.stride(0) * rows.element_size() // 2,
                 "E4M3": self._is_quantized,
+                "TERMS": 1 if plan.hopper.rounds_queries else 2,
                 # Where one work item reads a request's keys, memory is the limit: half of a block
                 # is freed early. Where several do, products are the limit: nothing is freed early,
                 # and the programs prefetch the next tile into L2.

@@ -2,10 +2,13 @@
 
 **Over e4m3** products of scores are of e4m3, of which each query element becomes a sum of two. A
 row is multiplied by a power of two first, so that its largest element is in [2^7, 2^8). An
-element's large term is the element rounded to e4m3, and its small term is what that left off. Both
-have four significant bits, so together they have the eight of bf16: an element is exact down to
-2^-9 of the row's largest, and a smaller one errs by at most 2^-17 of it. Of fp16's eleven bits they
-would keep nine, so queries of fp16 go to another kernel (``builders/latent/choice.py``).
+element's large term is the element rounded to e4m3, and its small term is the rest. Both have four
+significant bits, so together they have the eight of bf16: an element is exact down to 2^-9 of the
+row's largest, and a smaller one errs by at most 2^-17 of it. Two terms hold nine of fp16's eleven
+bits, so queries of fp16 go to another kernel (``builders/latent/choice.py``).
+
+An engine may ask for large terms alone (``EngineConfig.fp8_mla_queries``): products take half the
+time, and an element errs by up to a sixteenth of itself.
 """
 
 from __future__ import annotations
@@ -69,17 +72,17 @@ def load_queries(token, count, in_group, walks, query, room, tile, W: gl.constex
         z = opaque_zero()
         small = boxes.index(z + 4 * W)
         large = boxes.index(z + 4 * W + 1)
-        _store_terms(p0, down, small.slice(0, 64, dim=1), large.slice(0, 64, dim=1))
-        _store_terms(p1, down, small.slice(64, 64, dim=1), large.slice(64, 64, dim=1))
+        _store_terms(p0, down, room.TERMS, small.slice(0, 64, dim=1), large.slice(0, 64, dim=1))
+        _store_terms(p1, down, room.TERMS, small.slice(64, 64, dim=1), large.slice(64, 64, dim=1))
         small = boxes.index(z + 4 * W + 2)
         large = boxes.index(z + 4 * W + 3)
-        _store_terms(p2, down, small.slice(0, 64, dim=1), large.slice(0, 64, dim=1))
-        _store_terms(p3, down, small.slice(64, 64, dim=1), large.slice(64, 64, dim=1))
+        _store_terms(p2, down, room.TERMS, small.slice(0, 64, dim=1), large.slice(0, 64, dim=1))
+        _store_terms(p3, down, room.TERMS, small.slice(64, 64, dim=1), large.slice(64, 64, dim=1))
         if W == 0:
             ropes = reinterpret(
                 room.q_rope, gl.float8e4nv, [2, 64, 64], gl.NVMMASharedLayout(64, 8, 2)
             )
-            _store_terms(rotary, down, ropes.index(z), ropes.index(z + 1))
+            _store_terms(rotary, down, room.TERMS, ropes.index(z), ropes.index(z + 1))
     else:
         room.q_boxes.index(W * 4).store(p0)
         room.q_boxes.index(W * 4 + 1).store(p1)
@@ -93,12 +96,13 @@ def load_queries(token, count, in_group, walks, query, room, tile, W: gl.constex
 
 
 @gluon.jit
-def _store_terms(part, down, small, large):
-    """Store both terms of rows of queries times ``down``, a power of two for each row."""
+def _store_terms(part, down, TERMS: gl.constexpr, small, large):
+    """Store the terms of rows of queries times ``down``, a power of two for each row."""
     x = (part.to(gl.float32) * down[:, None]).to(gl.float16)
     rounded = x.to(gl.float8e4nv)
     large.store(rounded)
-    small.store((x - rounded.to(gl.float16)).to(gl.float8e4nv))
+    if TERMS == 2:
+        small.store((x - rounded.to(gl.float16)).to(gl.float8e4nv))
 
 
 @gluon.jit

@@ -4,7 +4,8 @@
 sums of two terms (:mod:`attn.kernels.latent.hopper_wide.queries`). Tensor cores read both operands
 from shared memory, so no key is converted. But they add such products with 14 bits, which would
 cost a score of 27 up to 0.07. So they add those of 128 columns (first of 192), and these sums are
-added in fp32; then it is 0.008 (``docs/notebook/latent.md``).
+added in fp32; then it is 0.008 (``docs/notebook/latent.md``). Queries that are rounded to one term
+cost a score more than that, so tensor cores add all of their products.
 
 **References.** Weights are relative to a score of their row, its reference. Rows lie across the
 threads of a warp group and keys across its warps, so that a row's maximum takes much longer than
@@ -63,39 +64,53 @@ def _operands_of(ring, room):
 
 
 @gluon.jit
-def _products(keys, small, large, before, GOES_ON: gl.constexpr):
-    """Start the products of keys and both terms of queries: ``[64 keys, 64 rows]`` fp32.
+def _products(keys, queries, at, before, GOES_ON: gl.constexpr, TERMS: gl.constexpr):
+    """Start the products of keys and a run of queries' columns: ``[64 keys, 64 rows]`` fp32.
 
-    With GOES_ON they are added to ``before``.
+    Small terms are at ``at`` of ``queries``, and large terms behind them. With GOES_ON the products
+    are added to ``before``.
     """
-    s = warpgroup_mma(keys, small.permute((1, 0)), before, use_acc=GOES_ON, is_async=True)
-    return warpgroup_mma(keys, large.permute((1, 0)), s, is_async=True)
+    large = queries.index(at + 1).permute((1, 0))
+    if TERMS == 2:
+        small = queries.index(at).permute((1, 0))
+        s = warpgroup_mma(keys, small, before, use_acc=GOES_ON, is_async=True)
+        s = warpgroup_mma(keys, large, s, is_async=True)
+    else:
+        s = warpgroup_mma(keys, large, before, use_acc=GOES_ON, is_async=True)
+    return s
 
 
 @gluon.jit
-def _scores(number, operands, ring, tile):
+def _scores(number, operands, ring, tile, TERMS: gl.constexpr):
     """Scores of the block with this number in the program, ``[64 keys, 64 rows]`` fp32."""
     # Otherwise descriptors of all operands would be computed first, and spilled.
     number = opaque_int(number)
     z = number >> 30
     left = number % ring.LEFT
     right = number % ring.RIGHT
-    q, q_rope = operands.q, operands.q_rope
+    lefts, rights = operands.left, operands.right
+    q = operands.q
     zero = gl.zeros([BLOCK, 64], gl.float32, tile.SCORES)
     # No barrier is waited for while products run, since Triton 3.8 copied their sums there.
     mbarrier.wait(ring.full.index(number & 1), (number >> 1) & 1)
     mbarrier.wait(ring.full.index(2 + left), (number // ring.LEFT) & 1)
-    rope = operands.rope.index(number & 1)
-    s = _products(rope, q_rope.index(z), q_rope.index(z + 1), zero, False)
-    s = _products(operands.left.index(2 * left), q.index(z), q.index(z + 1), s, True)
-    s = warpgroup_mma_wait(0, deps=[s])
-    more = _products(operands.left.index(2 * left + 1), q.index(z + 2), q.index(z + 3), zero, False)
-    s += warpgroup_mma_wait(0, deps=[more])
-    mbarrier.wait(ring.full.index(2 + ring.LEFT + right), (number // ring.RIGHT) & 1)
-    for i in gl.static_range(2):
-        keys = operands.right.index(2 * right + i)
-        more = _products(keys, q.index(z + 4 + 2 * i), q.index(z + 5 + 2 * i), zero, False)
+    if TERMS == 1:
+        mbarrier.wait(ring.full.index(2 + ring.LEFT + right), (number // ring.RIGHT) & 1)
+    s = _products(operands.rope.index(number & 1), operands.q_rope, z, zero, False, TERMS)
+    s = _products(lefts.index(2 * left), q, z, s, True, TERMS)
+    if TERMS == 1:
+        s = _products(lefts.index(2 * left + 1), q, z + 2, s, True, TERMS)
+        for i in gl.static_range(2):
+            s = _products(rights.index(2 * right + i), q, z + 4 + 2 * i, s, True, TERMS)
+        s = warpgroup_mma_wait(0, deps=[s])
+    else:
+        s = warpgroup_mma_wait(0, deps=[s])
+        more = _products(lefts.index(2 * left + 1), q, z + 2, zero, False, TERMS)
         s += warpgroup_mma_wait(0, deps=[more])
+        mbarrier.wait(ring.full.index(2 + ring.LEFT + right), (number // ring.RIGHT) & 1)
+        for i in gl.static_range(2):
+            more = _products(rights.index(2 * right + i), q, z + 4 + 2 * i, zero, False, TERMS)
+            s += warpgroup_mma_wait(0, deps=[more])
     return s
 
 
@@ -215,7 +230,8 @@ def _weigh(number, l, first_key, is_first, cut, operands, ring, room, tile):
     more = gl.zeros_like(l)
     tries = True
     while tries:
-        s = _seen(_scores(number, operands, ring, tile), first_key, cut, room, tile)
+        s = _scores(number, operands, ring, tile, room.TERMS)
+        s = _seen(s, first_key, cut, room, tile)
         # Both groups have multiplied the weights that were there before.
         mbarrier.wait(room.taken.index(buffer), ((number // BUFFERS) & 1) ^ 1)
         if is_new:
