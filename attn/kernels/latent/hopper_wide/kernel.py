@@ -45,7 +45,11 @@ _PRODUCER = tl.constexpr(56)
 _COLUMNS = tl.constexpr(176)
 """Registers of a thread of warp group 1 over e4m3. Warp group 0 has as many."""
 _SCORER = tl.constexpr(128)
-"""Registers of a thread of the scorer. With 120 of them a loop spills."""
+"""Registers of a thread of the scorer: it keeps two blocks' worth of sums."""
+_ROUNDED_COLUMNS = tl.constexpr(184)
+_ROUNDED_SCORER = tl.constexpr(112)
+"""The same where queries are rounded: the scorer keeps one block's sums. With fewer registers for
+warp groups 0 and 1 Triton 3.8 and 3.9 spill."""
 _PRODUCER_OF_E4M3 = tl.constexpr(32)
 """Registers of a thread of the producer over e4m3."""
 
@@ -229,7 +233,11 @@ def hopper_mla_kernel(
                 (produce_latents, (num_rows, cache, ring, e4m3_room, plan, out, GROUP)),
             ],
             [4, 4, 1],
-            [_COLUMNS, _SCORER, _PRODUCER_OF_E4M3],
+            [
+                _COLUMNS if TERMS == 2 else _ROUNDED_COLUMNS,
+                _SCORER if TERMS == 2 else _ROUNDED_SCORER,
+                _PRODUCER_OF_E4M3,
+            ],
         )
     else:
         gl.warp_specialize(
