@@ -317,6 +317,7 @@ def _invariants() -> Iterator[tuple[str, Callable[[], object]]]:
 
 def _latents() -> Iterator[tuple[str, Callable[[], object]]]:
     from attn.backends.triton_mla import TritonMLABackend
+    from attn.testing.cases import LatentCase
     from attn.testing.conformance import check_case
     from attn.testing.trial import Trial
     from specs.engine import DecodeKernel
@@ -324,8 +325,15 @@ def _latents() -> Iterator[tuple[str, Callable[[], object]]]:
 
     Trial.decode_kernel = DecodeKernel.HOPPER
     tests = test_gpu_hopper_mla
+
+    def check(case: LatentCase, rounds_queries: bool) -> None:
+        Trial.fp8_mla_queries = rounds_queries
+        check_case(TritonMLABackend, case, "cuda")
+
     for case in (*tests.CASES, *tests.LONG_CASES, *tests.SHORT_CASES):
-        yield str(case), partial(check_case, TritonMLABackend, case, "cuda")
+        yield str(case), partial(check, case, False)
+        if tests.rounds_queries(case):
+            yield f"{case}, rounded queries", partial(check, case, True)
 
 
 def _index_logits() -> Iterator[tuple[str, Callable[[], object]]]:
