@@ -282,6 +282,7 @@ def sparse_mla_kernel(
     LSE: tl.constexpr,
     STAGES: tl.constexpr,
     HASTENS: tl.constexpr,
+    WAITS: tl.constexpr,
 ):
     """Attention over listed rows; grid ``(T * HEAD_TILES, cdiv(SEGMENTS, SPAN))``.
 
@@ -290,6 +291,9 @@ def sparse_mla_kernel(
     scales are fields of the cache's rows; offsets of rows are in units of the rows' alignment. A
     state goes to slot ``(token * HEAD_TILES + tile) * SEGMENTS + segment``.
     """
+    if WAITS:
+        # This kernel may have been started while the one that wrote the lists still runs.
+        gdc_wait()
     if HASTENS:
         # The kernel that folds may be started now; it waits for this one by itself.
         gdc_launch_dependents()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attn.kernels.dense.query_rows import load_query, write_rows
 from attn.kernels.dense.tile import dot, halves_of, scores_of, store_planes
@@ -336,6 +336,7 @@ def sparse_mla_many_kernel(
     LSE: tl.constexpr,
     STAGES: tl.constexpr,
     HASTENS: tl.constexpr,
+    WAITS: tl.constexpr,
 ):
     """Attention over listed rows; grid ``(T * HEAD_TILES, SEGMENTS)``.
 
@@ -348,6 +349,9 @@ def sparse_mla_many_kernel(
     ``(token * HEAD_TILES + tile) * SEGMENTS + segment``. WHOLE_STEPS says that topk is a multiple
     of KV_TILE.
     """
+    if WAITS:
+        # This kernel may have been started while the one that wrote the lists still runs.
+        gdc_wait()
     if HASTENS:
         # The kernel that folds may be started now; it waits for this one by itself.
         gdc_launch_dependents()

@@ -230,7 +230,7 @@ def _wide_form(
         (*_VARYING, "latent_ptr", "tokens", "counters_ptr"),
         values,
         grid,
-        LaunchOptions(num_warps=4),
+        LaunchOptions(num_warps=4, waits=True),
     )
 
 

@@ -145,10 +145,9 @@ class SparseLauncher:
         _check(layer, tile, tensors)
         topk = tensors.indices.shape[1]
         programs = tile.programs(topk)
-        waits = tile.hastens and programs > 1 and not INTERPRETED
         places = _distances(tensors.kv_cache, row_of(layer, tensors.query.dtype))
         if tile.hopper is None:
-            first = _portable_form(layer, tile, tensors, places, waits, self._hardware_e4m3)
+            first = _portable_form(layer, tile, tensors, places, self._hardware_e4m3)
         else:
             # Gluon is imported only where it is used.
             from attn.kernels.sparse.hopper_launch import hopper_sparse_form
@@ -157,6 +156,7 @@ class SparseLauncher:
         if programs == 1:
             return (first,)
         heads, width = min(tile.finish_rows, tile.rows), min(tile.finish_width, layer.rank)
+        waits = tile.hastens and not INTERPRETED
         own = {"FINISH_ROWS": heads, "FINISH_WIDTH": width, "WAITS": waits}
         tiles = tile.head_tiles(layer.num_heads)
         return first, LaunchForm(
@@ -275,11 +275,12 @@ def _portable_form(
     tile: SparseTile,
     tensors: SparseTensors,
     places: Mapping[str, Any],
-    waits: bool,
     hardware_e4m3: bool,
 ) -> LaunchForm:
     """The launch of the portable kernel that attends."""
     topk, row = tensors.indices.shape[1], row_of(layer, tensors.query.dtype)
+    tiles, programs = tile.head_tiles(layer.num_heads), tile.programs(topk)
+    waits = tile.hastens and not INTERPRETED
     constants: dict[str, Any] = {
         **_shared_constants(layer, tile, tensors),
         **places,
@@ -291,7 +292,8 @@ def _portable_form(
         "COMPUTE": _compute_type(tensors.query.dtype),
         "HARDWARE_E4M3": hardware_e4m3,
         "STAGES": tile.num_stages,
-        "HASTENS": waits,
+        "HASTENS": waits and programs > 1,
+        "WAITS": waits,
     }
     kernel: Any = sparse_mla_kernel
     if tile.many:
@@ -303,7 +305,6 @@ def _portable_form(
         constants["FOLDS"] = tile.folds
         constants["CARRIES_IDS"] = tile.carries_ids
         constants["HOLDS_NEXT"] = tile.holds_next
-    tiles, programs = tile.head_tiles(layer.num_heads), tile.programs(topk)
     return LaunchForm(
         kernel,
         constants,
@@ -314,6 +315,7 @@ def _portable_form(
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
             max_registers=tile.max_registers,
+            waits=waits,
         ),
     )
 

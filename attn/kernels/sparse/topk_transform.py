@@ -8,11 +8,15 @@ from typing import Final
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
+from attn.kernels.lang.numerics import INTERPRETED
+from builders.device import device_facts
 from builders.launch.call import KernelCall, LaunchOptions
 from builders.launch.launcher import Launch, Launcher
 from builders.sparse.arguments import TopkLists
 from builders.splitkv.stripe import Stripe
+from specs.devices import DeviceKind
 
 _VARYING: Final = ["ids_row", "table_row", "table_width"]
 _ANYWHERE: Final = [
@@ -43,6 +47,7 @@ def topk_transform_kernel(
     DCP_SIZE: tl.constexpr,
     DCP_RANK: tl.constexpr,
     INTERLEAVE: tl.constexpr,
+    HASTENS: tl.constexpr,
 ):
     """Translate lists ``[T, TOPK]`` to ``[T, WIDTH]``; grid ``(T,)``.
 
@@ -51,8 +56,10 @@ def topk_transform_kernel(
     ``slots_ptr`` ``[T, WIDTH]``, and entries become rows of a buffer of T * WIDTH rows). With
     COMPACT, listed entries come first, and their number is written to ``counts_ptr`` ``[T]``. With
     DCP_SIZE above 1, entries are those of the keys of rank DCP_RANK, which keeps INTERLEAVE tokens
-    in its turn.
+    in its turn. With HASTENS the kernel that attends may be started now; it waits by itself.
     """
+    if HASTENS:
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, TILE)
     token = tl.load(ids_ptr + row * ids_row + column, mask=column < TOPK, other=-1)
@@ -75,9 +82,11 @@ def topk_transform_kernel(
     if COMPACT:
         ones = listed.to(tl.int32)
         count = tl.sum(ones, 0)
-        # Entries that list no row follow the entries that do.
-        place = tl.where(listed, tl.cumsum(ones, 0) - 1, count + tl.cumsum(1 - ones, 0) - 1)
-        inside = place < WIDTH
+        if count < TOPK:
+            # Entries that list no row follow the entries that do.
+            before = tl.cumsum(ones, 0) - ones
+            place = tl.where(listed, before, count + column - before)
+            inside = place < WIDTH
         tl.store(counts_ptr + row, count)
     entry = tl.where(listed, entry, -1)
     if KIND == "gathered":
@@ -116,7 +125,8 @@ def topk_transform_launch(
     ids = lists.ids
     tensors = (ids, lists.visible_lens, lists.reqs, block_table, offsets, out, slots, counts)
     types = tuple(None if one is None else (one.dtype, one.is_cuda) for one in tensors)
-    launcher = _launcher(kind, ids.shape[1], width, block_size, lists.stripe, types)
+    is_hopper = out.is_cuda and device_facts(out.device).kind is DeviceKind.SM90
+    launcher = _launcher(kind, ids.shape[1], width, block_size, lists.stripe, types, is_hopper)
     ids_row, table_row, table_width = ids.stride()[0], 0, 0
     if block_table is not None:
         table_row, table_width = block_table.stride()[0], block_table.shape[1]
@@ -144,8 +154,13 @@ def _launcher(
     block_size: int,
     stripe: Stripe | None,
     types: tuple[tuple[torch.dtype, bool] | None, ...],
+    is_hopper: bool,
 ) -> Launcher:
-    """The launcher for lists of these sizes, and for tensors of these types in their order."""
+    """The launcher for lists of these sizes, and for tensors of these types in their order.
+
+    Args:
+        is_hopper: kernels behind this one wait by themselves, so that they may start early.
+    """
     shared = stripe or Stripe(1, 0, 1)
     fixed = {
         "TOPK": topk,
@@ -158,6 +173,7 @@ def _launcher(
         "DCP_SIZE": shared.size,
         "DCP_RANK": shared.rank,
         "INTERLEAVE": shared.interleave,
+        "HASTENS": is_hopper and not INTERPRETED,
     }
-    options = LaunchOptions(num_warps=4)
+    options = LaunchOptions(num_warps=8)
     return Launcher(topk_transform_kernel, fixed, options=options, is_typed=True)

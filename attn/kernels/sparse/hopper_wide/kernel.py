@@ -16,6 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from attn.kernels.lang.compat import wait_for_kernels_before
 from attn.kernels.lang.constants import LOG2E
 from attn.kernels.lang.structures import Out
 from attn.kernels.sparse.hopper_wide.consumer import consume_listed
@@ -184,6 +185,7 @@ def hopper_sparse_kernel(
         query_ptr=query_ptr, rotary_ptr=rotary_ptr, query_token=query_token, query_head=query_head,
         rotary_token=rotary_token, rotary_head=rotary_head, scale=scale * LOG2E,
     )  # fmt: skip
+    wait_for_kernels_before()
     gl.warp_specialize(
         [
             (consume_listed, (
