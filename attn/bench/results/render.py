@@ -79,9 +79,9 @@ _LEGEND_HOPPER = (
 _LEGEND_MLA = (
     "Heads of 576 are 512 of the latent and 64 of the rotary part; GB/s counts a latent row once, "
     "TF 2 x (576 + 512) flops per pair and head. `fa3` is vLLM's FLASH_ATTN_MLA, `flashmla` vLLM's "
-    "FLASHMLA, `vllm_triton_mla` vLLM's TRITON_MLA; `flashinfer_mla` runs on fa3. Over an fp8 cache "
-    "FlashMLA is given queries in e4m3, which an engine's layer makes by a launch that is not "
-    "counted; ours are in bf16, and the kernel rounds them where the case says so."
+    "FLASHMLA, `vllm_triton_mla` vLLM's TRITON_MLA; `flashinfer_mla` runs on fa3. Over an fp8 "
+    "cache FlashMLA is given queries in e4m3, which an engine's layer makes by a launch that is "
+    "not counted; ours are in bf16, and the kernel rounds them where the case says so."
 )
 _LEGEND = "Times in us. `-`: no such kernel; `n/a`: cannot run here; empty: not asked for."
 
