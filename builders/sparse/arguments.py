@@ -24,19 +24,6 @@ class TopkLists(NamedTuple):
     all ranks. None where the rank has all keys."""
 
 
-class ListedPages(NamedTuple):
-    """The pages in which a kernel finds the positions that each of T rows lists."""
-
-    block_table: torch.Tensor
-    """``[R, blocks]`` int32, blocks of each request."""
-    requests: torch.Tensor
-    """``[T]`` int32 row of ``block_table`` for each row."""
-    visible_lens: torch.Tensor
-    """``[T]`` int32 keys that each row sees; positions from there on list no row."""
-    block_size: int
-    """Tokens of a block."""
-
-
 class JointLists(NamedTuple):
     """The lists of every few neighbouring tokens, joined: each listed row is an entry once.
 

@@ -55,11 +55,6 @@ class SparseLaunch:
         """
         return {}
 
-    @cached_property
-    def positions(self) -> dict[int, torch.Tensor]:
-        """The lists of the step's rows in the indexer's buffer, by the buffer's address."""
-        return {}
-
 
 def workspace_for(
     tile: SparseTile, num_rows: int, num_heads: int, topk: int, rank: int, device: torch.device

@@ -110,9 +110,6 @@ class SparseTile:
     hastens: bool = False
     """Each of a step's kernels may start while the one before it still runs, and waits by itself
     (programmatic dependent launch): one makes lists ready, one attends, one folds stored states."""
-    finds_rows: bool = False
-    """The kernel finds the rows of listed positions in pages by itself, so that no launch has to
-    make lists ready: for few rows, whose step is as long as its launches."""
     hopper: HopperSparseTile | NarrowSparseTile | None = None
     """Options of the Hopper kernel that takes the rows, as
     :func:`builders.sparse.hopper_tiles.hopper_sparse_tile` cuts them; None for a portable
@@ -224,10 +221,9 @@ def sparse_tile(
         # A segment in one step, so that all its keys are loaded at once. By steps of 64 keys
         # `dec_656_h16_b1` took 17.8 us, in one step 13.2 us; `dec_bf16_h16_b1` took 17.6 us by
         # steps, in one step 12.6 us.
-        split = replace(split, kv_tile=SEGMENT, finds_rows=True)
         if shape.layout is LatentFormat.BF16:
-            return replace(split, num_stages=1)
-        return split
+            return replace(split, kv_tile=SEGMENT, num_stages=1)
+        return replace(split, kv_tile=SEGMENT)
     finish = rows_to_finish(programs, multiprocessors)
     tile = replace(tile, hastens=kind is DeviceKind.SM90, finish_rows=finish)
     if batch_invariant:

@@ -8,29 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from attn.kernels.sparse.launcher import SparseLauncher
-from attn.kernels.sparse.layer import SparseLayer as LayerOfKernel
-from attn.kernels.sparse.layer import SparseTensors
-from attn.ops.sparse_mla import attend_listed, launch_with
-from attn.reference import sparse_mla as reference
-from attn.testing.budget import row_errors
 from builders.buffers import GraphBuffers
-from builders.launch.call import KernelCall
 from builders.sparse import launches as sparse_launches
-from builders.sparse.arguments import ListedPages, ListedRows
 from builders.sparse.hopper_tiles import (
     HopperOptions,
     index_tile_of,
     index_tokens,
 )
 from builders.sparse.launches import SparseLaunches
-from builders.sparse.tiles import (
-    HopperSparseTile,
-    IndexTile,
-    NarrowSparseTile,
-    SparseShape,
-    sparse_tile,
-)
+from builders.sparse.tiles import HopperSparseTile, IndexTile, NarrowSparseTile, SparseShape
 from specs.devices import KNOWN_DEVICES, DeviceKind
 from specs.dtypes import DType
 from specs.rows import LatentFormat
@@ -124,86 +110,6 @@ def test_rows_in_turn_are_the_same_rows(
         taken.append(record.prefill_rows.launch.rows)
     assert taken == [10, 1]
     assert torch.equal(*outputs)
-
-
-@pytest.mark.parametrize("layout", STORED_FORMATS)
-@pytest.mark.parametrize("cached", [40, 320])
-def test_a_kernel_for_few_rows_finds_them_by_itself(
-    layout: LatentFormat, cached: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No launch makes the list ready; the result is the same."""
-    launch, kernels = KernelCall.launch_through_triton, list[str]()
-
-    def note(call: KernelCall) -> None:
-        kernels.append(call.kernel.__name__)
-        launch(call)
-
-    monkeypatch.setattr(KernelCall, "launch_through_triton", note)
-    layer = SparseLayer(layout, sizes=Sizes(topk=300, longest=384))
-    layer.fill()
-    step, outputs = layer.step([(0, cached, 1)]), []
-    for made_ready in (False, True):
-        if made_ready:
-            monkeypatch.setattr(layer.impl, "_finds_rows", lambda rows: False)
-        kernels.clear()
-        outputs.append(layer.run(step))
-        layer.check(step, outputs[-1])
-        assert ("topk_transform_kernel" in kernels) is made_ready
-        assert "sparse_mla_kernel" in kernels
-    assert torch.equal(*outputs)
-
-
-def test_positions_that_list_no_row_are_left_out() -> None:
-    """Gaps, positions that are not visible, and positions behind the table."""
-    generator = torch.Generator().manual_seed(3)
-    heads, topk, pages = 5, 300, 7
-    cache = torch.randn(pages, 64, 576, generator=generator).bfloat16()
-    table = torch.tensor([[1, 2, 3, 6], [5, 4, 0, 2]], dtype=torch.int32)
-    requests = torch.tensor([1], dtype=torch.int32)
-    ids = torch.randint(0, 256, (1, topk), generator=generator).int()
-    ids[0, 5::7] = -1
-    ids[0, 3::50] = 4 * 64 + 1
-    visible = torch.tensor([200], dtype=torch.int32)
-    listed = [int(i) for i in ids[0] if 0 <= i < 200]
-    slots = torch.full_like(ids, -1)
-    slots[0, : len(listed)] = torch.tensor([int(table[1, i // 64]) * 64 + i % 64 for i in listed])
-    query = torch.randn(1, heads, 512, generator=generator).bfloat16()
-    rotary = torch.randn(1, heads, 64, generator=generator).bfloat16()
-    rows = ListedRows(cache, LatentFormat.BF16, slots)
-    expected, lse = reference.sparse_mla(query, rotary, rows, 0.05)
-    layer = LayerOfKernel(heads, 0.05, LatentFormat.BF16)
-    launcher = SparseLauncher(layer, hardware_e4m3=True)
-    tile = sparse_tile(SparseShape(heads, topk), DeviceKind.SM90, 132, 1)
-    assert tile.finds_rows
-    for wide in (visible, visible + 1000):
-        # Behind the table, where positions are visible.
-        given = query, rotary, cache, ids, None, torch.empty_like(query), torch.empty(1, heads)
-        tensors = SparseTensors(*given, pages=ListedPages(table, requests, wide, 64))
-        if wide is not visible:
-            tensors.indices = torch.where(ids < 200, ids, ids * 2)
-        attend_listed(launcher, launch_with(tile, query, ids), tensors)
-        assert row_errors(tensors.output, expected.double()).max() < 0.01
-        assert tensors.lse is not None
-        assert torch.allclose(tensors.lse, lse, atol=1e-2)
-
-
-def test_pages_are_refused_where_no_kernel_reads_them() -> None:
-    query, ids = torch.zeros(1, 128, 512).bfloat16(), torch.zeros(1, 300, dtype=torch.int32)
-    one = torch.ones(1, dtype=torch.int32)
-    given = query, query[..., :64], torch.zeros(2, 64, 576).bfloat16(), ids, None
-    tensors = SparseTensors(*given, torch.empty_like(query), None)
-    launcher = SparseLauncher(LayerOfKernel(128, 1.0, LatentFormat.BF16), hardware_e4m3=True)
-    many = sparse_tile(SparseShape(128, 300), DeviceKind.SM90, 132, 1)
-    few = sparse_tile(SparseShape(16, 300), DeviceKind.SM90, 132, 1)
-    for tile, pages, words in (
-        (many, ListedPages(one[None], one, one, 64), "the portable kernel for few heads"),
-        (few, ListedPages(one, one, one, 64), "block_table must be int32"),
-        (few, ListedPages(one[None], one.long(), one, 64), "requests must be int32"),
-        (few, ListedPages(one[None], one, one.repeat(2), 64), "visible_lens must be int32"),
-    ):
-        tensors.pages = pages
-        with pytest.raises(ValueError, match=words):
-            attend_listed(launcher, launch_with(tile, query, ids), tensors)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from attn.impls.sparse.vendor_calls import (
 )
 from attn.impls.viewed import ViewedCache
 from attn.impls.warm import run_compiled
-from attn.ops.dispatch import has_kernel
 from attn.ops.joint_lists import can_join, join_launch
 from attn.ops.latent_convert import convert_rows, rope_and_write_latent_rows, write_latent_rows
 from attn.ops.sparse_mla import attend_listed, sparse_launcher
@@ -29,7 +28,7 @@ from attn.ops.topk_transform import topk_launch, transform_topk
 from builders.checks.debug import debug_read, debug_slots
 from builders.checks.tensors import check_count, check_latent_rows, k_scale_of, latent_query
 from builders.latent.prefill import LatentPrefill, PagedRows, check_head_pair
-from builders.sparse.arguments import ListedPages, TopkLists
+from builders.sparse.arguments import TopkLists
 from builders.sparse.joint import JointRows
 from builders.sparse.launches import SparseLaunch
 from builders.sparse.record import RowChunk, ShortPrefill, SparseMLAMetadata, SparseRows
@@ -305,9 +304,6 @@ class SparseMLAImpl(LatentImpl):
                 rows, rows.joint, kv_cache, tensors, layer._k_scale
             ):
                 return
-            if self._finds_rows(rows):
-                self._attend_positions(rows, kv_cache, tensors, layer._k_scale)
-                return
             transform = self._transform(rows)
             if transform is not None:
                 transform()
@@ -340,32 +336,6 @@ class SparseMLAImpl(LatentImpl):
         given = query, rotary, kv_cache, rows.indices, rows.counts, out, lse, k_scale
         self._attend_listed(launch, given)
 
-    def _finds_rows(self, rows: SparseRows) -> bool:
-        """Whether the library's own kernel takes the indexer's lists as they are."""
-        launch = rows.launch
-        if launch is None or not launch.tile.finds_rows or self._debugs:
-            return False
-        return rows.stripe is None and rows.num_rows > 0 and has_kernel(rows.indices)
-
-    def _attend_positions(
-        self,
-        rows: SparseRows,
-        kv_cache: torch.Tensor,
-        tensors: tuple[torch.Tensor, ...],
-        k_scale: torch.Tensor,
-    ) -> None:
-        """Compute rows by a kernel that finds the rows of listed positions by itself."""
-        launch, buffer = rows.launch, self.indexer.topk_indices_buffer
-        assert launch is not None
-        ids = launch.positions.get(buffer.data_ptr())
-        if ids is None:
-            ids = buffer[rows.first_token : rows.first_token + rows.num_rows]
-            launch.positions[buffer.data_ptr()] = ids
-        table, lengths = rows.block_table, rows.lengths
-        pages = ListedPages(table, lengths.reqs, lengths.visible_lens, rows.block_size)
-        query, rotary, out, lse = _of_phase(rows, tensors)
-        self._attend_listed(launch, (query, rotary, kv_cache, ids, None, out, lse, k_scale), pages)
-
     def _attend_jointly(
         self,
         rows: SparseRows,
@@ -391,14 +361,12 @@ class SparseMLAImpl(LatentImpl):
         self._attend_listed(joint.launch, given)
         return True
 
-    def _attend_listed(
-        self, launch: SparseLaunch, given: tuple[Any, ...], pages: ListedPages | None = None
-    ) -> None:
+    def _attend_listed(self, launch: SparseLaunch, given: tuple[Any, ...]) -> None:
         """Launch the library's own kernel, given the first fields of ``SparseTensors``."""
         launcher, kept = self._launcher(*given[:2]), self._cache_kept
         assert kept is not None
         listed = launcher.tensors(*given)
-        listed.rows, listed.pages = kept.made, pages
+        listed.rows = kept.made
         attend_listed(launcher, launch, listed)
         kept.made = listed.rows
 

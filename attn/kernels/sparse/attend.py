@@ -21,13 +21,7 @@ from attn.kernels.lang.groups import Out, Scratch, State
 from attn.kernels.lang.numerics import saturate_to, to_float32
 from attn.kernels.lang.stored import E4M3
 from attn.kernels.sparse.groups import Cache, Lists, Query, Tile
-from attn.kernels.sparse.listed_rows import (
-    elements_of,
-    listed_ids,
-    row_offsets,
-    slots_of,
-    weights_of,
-)
+from attn.kernels.sparse.listed_rows import elements_of, listed_ids, row_offsets, weights_of
 
 _E4M3 = tl.constexpr(E4M3)
 _BLOCK = tl.constexpr(128)
@@ -124,19 +118,6 @@ def _write(m, l, acc, token, head, wanted, factor, out):
 
 
 @triton.jit
-def _entries(token, number, length, lists, KV_TILE: tl.constexpr):
-    """Rows that ``token`` lists in one step of KV_TILE entries, int32; -1 for none."""
-    ids = listed_ids(lists.ids_ptr + token * lists.ids_row, number, length, KV_TILE)
-    if lists.table_ptr is not None:
-        listed = (ids >= 0) & (ids < tl.load(lists.visible_ptr + token))
-        request = tl.load(lists.requests_ptr + token).to(tl.int64)
-        table = lists.table_ptr + request * lists.table_row
-        slots, listed = slots_of(ids, listed, table, lists.table_width, lists.PAGE_SIZE)
-        ids = tl.where(listed, slots, -1)
-    return ids
-
-
-@triton.jit
 def length_of(token, lists):
     """Entries of the list of ``token``, int32."""
     if lists.lens_ptr is None:
@@ -200,6 +181,7 @@ def _attend_span(
     if cache.factor_ptr is not None:
         factor = tl.load(cache.factor_ptr)
     logits_scale = query.scale * factor * LOG2E
+    mine = lists.ids_ptr + token * lists.ids_row
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, WIDTH], tl.float32)
@@ -207,14 +189,14 @@ def _attend_span(
     L = l
     A = acc
     slot = pid * tile.SEGMENTS
-    ids = _entries(token, low, length, lists, KV_TILE)
-    ahead = _entries(token, low + 1, length, lists, KV_TILE)
+    ids = listed_ids(mine, low, length, KV_TILE)
+    ahead = listed_ids(mine, low + 1, length, KV_TILE)
     latent = 0
     if tile.HOLDS_NEXT:
         latent = _latent_of(ids, cache)
     for number in tl.range(low, high, num_stages=tile.STAGES, disable_licm=True):
         if not tile.CARRIES_IDS:
-            ids = _entries(token, number, length, lists, KV_TILE)
+            ids = listed_ids(mine, number, length, KV_TILE)
         m, l, acc, held = _attend_listed(
             m, l, acc, ids, ahead, latent, q, r, logits_scale, cache, tile
         )
@@ -224,7 +206,7 @@ def _attend_span(
             # Triton does not pipeline a loop that merely hands a value on. This maximum changes
             # nothing, since ids are at least -1.
             ids = tl.maximum(ahead, -1)
-            ahead = _entries(token, number + 2, length, lists, KV_TILE)
+            ahead = listed_ids(mine, number + 2, length, KV_TILE)
         if CLOSES:
             if ((number + 1) % TILES == 0) | (number + 1 == high):
                 if WHOLE:
@@ -247,11 +229,8 @@ def _attend_span(
 
 
 @triton.jit(
-    do_not_specialize=["lse_token", "ids_row", "table_row", "table_width", "topk"],
-    do_not_specialize_on_alignment=[
-        *("ids_ptr", "lens_ptr", "lse_ptr", "factor_ptr", "sinks_ptr"),
-        *("table_ptr", "requests_ptr", "visible_ptr"),
-    ],
+    do_not_specialize=["lse_token", "ids_row", "topk"],
+    do_not_specialize_on_alignment=["ids_ptr", "lens_ptr", "lse_ptr", "factor_ptr", "sinks_ptr"],
 )
 def sparse_mla_kernel(
     query_ptr,
@@ -263,9 +242,6 @@ def sparse_mla_kernel(
     sinks_ptr,
     ids_ptr,
     lens_ptr,
-    table_ptr,
-    requests_ptr,
-    visible_ptr,
     out_ptr,
     lse_ptr,
     states_ptr,
@@ -278,8 +254,6 @@ def sparse_mla_kernel(
     out_head,
     lse_token,
     ids_row,
-    table_row,
-    table_width,
     topk,
     scale,
     NUM_HEADS: tl.constexpr,
@@ -290,7 +264,6 @@ def sparse_mla_kernel(
     SPAN: tl.constexpr,
     SEGMENTS: tl.constexpr,
     FOLDS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_UNITS: tl.constexpr,
     ROW_UNITS: tl.constexpr,
@@ -315,9 +288,7 @@ def sparse_mla_kernel(
 
     Shapes: query ``[T, NUM_HEADS, WIDTH]``, rotary ``[T, NUM_HEADS, ROPE]``, ids ``[T, topk]`` and
     lens ``[T]`` int32, out ``[T, NUM_HEADS, WIDTH]``, LSE ``[T, NUM_HEADS]`` fp32. Latent, rope and
-    scales are fields of the cache's rows; offsets of rows are in units of the rows' alignment.
-    With a table ``[R, table_width]`` lists have positions in requests of PAGE_SIZE tokens a page;
-    requests and visible are ``[T]`` int32 then. A
+    scales are fields of the cache's rows; offsets of rows are in units of the rows' alignment. A
     state goes to slot ``(token * HEAD_TILES + tile) * SEGMENTS + segment``.
     """
     if WAITS:
@@ -337,11 +308,7 @@ def sparse_mla_kernel(
             LATENT_UNIT=LATENT_UNIT, ROPE_UNIT=ROPE_UNIT, SCALE_UNIT=SCALE_UNIT, WIDTH=WIDTH,
             ROPE=ROPE, KIND=KIND, SCALED=SCALED, HARDWARE_E4M3=HARDWARE_E4M3,
         ),
-        Lists(
-            ids_ptr=ids_ptr, lens_ptr=lens_ptr, ids_row=ids_row, topk=topk, table_ptr=table_ptr,
-            requests_ptr=requests_ptr, visible_ptr=visible_ptr, table_row=table_row,
-            table_width=table_width, PAGE_SIZE=PAGE_SIZE,
-        ),
+        Lists(ids_ptr=ids_ptr, lens_ptr=lens_ptr, ids_row=ids_row, topk=topk),
         Scratch(states_ptr=states_ptr, sums_ptr=sums_ptr, USED=ROWS, WIDTH=WIDTH, PLANES=1),
         Out(
             out_ptr=out_ptr, lse_ptr=lse_ptr, sinks_ptr=sinks_ptr, output_scale_ptr=None,

@@ -79,19 +79,6 @@ class Lists(NamedTuple):
     """int32, elements from a token's list to the next one's."""
     topk: tl.tensor
     """int32, most entries of a list."""
-    table_ptr: OptionalTensor = None
-    """``[R, table_width]`` int32, blocks of each request, where lists have positions in a request.
-    None where they have numbers of rows."""
-    requests_ptr: OptionalTensor = None
-    """``[T]`` int32, row of the table for each token."""
-    visible_ptr: OptionalTensor = None
-    """``[T]`` int32, keys that each token sees: positions from there on list no row."""
-    table_row: tl.tensor = None
-    """int32, elements from a request's blocks to the next one's."""
-    table_width: tl.tensor = None
-    """int32, blocks of a request."""
-    PAGE_SIZE: tl.constexpr = None
-    """int, tokens of a block."""
 
 
 class Tile(NamedTuple):

@@ -27,7 +27,6 @@ from attn.kernels.sparse.layer import (
 from builders.launch.call import KernelCall, LaunchOptions, collected_calls
 from builders.launch.launcher import Launcher
 from builders.launch.variants import Variants
-from builders.sparse.arguments import ListedPages
 from builders.sparse.tiles import SparseTile
 from specs.base import cdiv
 from specs.rows import LatentFormat, RowFormat
@@ -45,8 +44,6 @@ _VARYING = (
     *("ids_ptr", "ids_row", "latent_ptr", "rope_ptr", "scales_ptr"),
 )
 """More arguments that the portable kernels are given."""
-_PAGES = ("table_ptr", "requests_ptr", "visible_ptr", "table_row", "table_width")
-"""More arguments of the portable kernel for few heads."""
 _Made: TypeAlias = tuple[tuple[int, int], tuple[tuple[LaunchForm, Launcher], ...]]
 """What is made once for a variant."""
 
@@ -203,7 +200,6 @@ def _variant(
     query, rotary, output, lse = tensors.query, tensors.rotary, tensors.output, tensors.lse
     indices, lens, k_scale = tensors.indices, tensors.topk_lens, tensors.k_scale
     sinks, states, counters = tensors.sinks, tensors.states, tensors.counters
-    pages = tensors.pages
     # Unpacking a whole shape costs less than slicing it.
     _, heads, size = query.shape
     _, rotary_heads, rotary_size = rotary.shape
@@ -236,7 +232,6 @@ def _variant(
         None if sinks is None else (sinks.dtype, sinks.is_cuda, sinks.shape),
         None if states is None else (states.dtype, states.is_cuda),
         None if counters is None else (counters.dtype, counters.is_cuda),
-        None if pages is None else (pages.block_size, *(one.dtype for one in pages[:3])),
     )
 
 
@@ -310,12 +305,11 @@ def _portable_form(
         constants["FOLDS"] = tile.folds
         constants["CARRIES_IDS"] = tile.carries_ids
         constants["HOLDS_NEXT"] = tile.holds_next
-        constants["PAGE_SIZE"] = None if tensors.pages is None else tensors.pages.block_size
     return LaunchForm(
         kernel,
         constants,
-        (*_SHARED, *_VARYING, *(() if tile.many else _PAGES)),
-        partial(_portable_values, layer, row, not tile.many),
+        (*_SHARED, *_VARYING),
+        partial(_portable_values, layer, row),
         lambda rows: (rows * tiles, programs),
         LaunchOptions(
             num_warps=tile.num_warps,
@@ -327,17 +321,11 @@ def _portable_form(
 
 
 def _portable_values(
-    layer: SparseLayer, row: RowFormat, few: bool, tensors: SparseTensors, strides: Strides
+    layer: SparseLayer, row: RowFormat, tensors: SparseTensors, strides: Strides
 ) -> tuple[Any, ...]:
-    """Values of ``_SHARED`` and of ``_VARYING``; and of ``_PAGES`` for the kernel for few heads."""
-    indices, rows, pages = tensors.indices, tensors.rows, tensors.pages
+    """Values of ``_SHARED`` and of ``_VARYING``."""
+    indices, rows = tensors.indices, tensors.rows
     assert rows is not None
-    paged: tuple[Any, ...] = ()
-    if few and pages is not None:
-        table = pages.block_table
-        paged = table, pages.requests, pages.visible_lens, table.stride()[0], table.shape[1]
-    elif few:
-        paged = None, None, None, 0, 0
     return (
         *_shared_values(layer, tensors, strides),
         tensors.query,
@@ -346,7 +334,6 @@ def _portable_values(
         indices,
         indices.stride()[0],
         *rows.fields(row),
-        *paged,
     )
 
 
@@ -383,7 +370,7 @@ def _fits(tile: SparseTile, tensors: SparseTensors, needed: tuple[int, int], rea
             programs share lists.
         reach: elements that the heads of a token's query span, its padding included.
     """
-    lse, lens, pages = tensors.lse, tensors.topk_lens, tensors.pages
+    lse, lens = tensors.lse, tensors.topk_lens
     tokens, rows = tensors.query.shape[0], tensors.indices.shape[0]
     lists = tokens if tile.tokens == 1 else cdiv(tokens, tile.tokens)
     if not (
@@ -391,7 +378,6 @@ def _fits(tile: SparseTile, tensors: SparseTensors, needed: tuple[int, int], rea
         and tokens == tensors.rotary.shape[0] == tensors.output.shape[0]
         and (lse is None or lse.shape[0] == tokens)
         and (lens is None or lens.shape[0] == rows)
-        and (pages is None or len(pages.requests) == len(pages.visible_lens) == rows)
         and reach < MOST_REACH
     ):
         return False
@@ -434,8 +420,6 @@ def _check(layer: SparseLayer, tile: SparseTile, tensors: SparseTensors) -> None
         if size < 16 or size != triton.next_power_of_2(size):
             raise NotImplementedError(f"{name} must be a power of two from 16 on, got {size}")
     _check_lists(tensors, lists, topk)
-    if tensors.pages is not None:
-        _check_pages(tile, tensors.pages, lists)
     if not layer.scale > 0:
         raise ValueError(f"scale must be positive, got {layer.scale}")
     if tensors.lse is not None and (
@@ -478,21 +462,3 @@ def _check_lists(tensors: SparseTensors, rows: int, topk: int) -> None:
         raise ValueError(
             f"topk_lens must be contiguous int32 [{rows}], got {list(lens.shape)} of {lens.dtype}"
         )
-
-
-def _check_pages(tile: SparseTile, pages: ListedPages, rows: int) -> None:
-    """Refuse pages that the tile's kernel does not read, or that do not fit ``rows`` lists."""
-    if tile.hopper is not None or tile.many:
-        raise ValueError("only the portable kernel for few heads finds rows in pages")
-    table, requests, lens, _ = pages
-    for name, tensor, fits, shape in (
-        ("block_table", table, table.dim() == 2, "[R, blocks]"),
-        ("requests", requests, tuple(requests.shape) == (rows,), f"[{rows}]"),
-        ("visible_lens", lens, tuple(lens.shape) == (rows,), f"[{rows}]"),
-    ):
-        is_dense = fits and (tensor.shape[-1] < 2 or tensor.stride(-1) == 1)
-        if tensor.dtype != torch.int32 or not is_dense:
-            raise ValueError(
-                f"{name} must be int32 {shape}, contiguous in its last dimension, got "
-                f"{list(tensor.shape)} of {tensor.dtype} with strides {tensor.stride()}"
-            )

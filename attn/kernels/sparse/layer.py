@@ -11,7 +11,6 @@ import torch
 
 from attn.kernels.lang.memory import as_bytes
 from builders.launch.call import LaunchOptions
-from builders.sparse.arguments import ListedPages
 from specs.dtypes import DType
 from specs.layouts import latent_views
 from specs.rows import LatentFormat, RowFormat
@@ -57,19 +56,13 @@ class SparseTensors:
     """fp32 scratch for maxima and sums of states; ``SparseTile.state_floats`` gives its size."""
     counters: torch.Tensor | None = None
     """``[SparseTile.counters]`` int32; zeros before and after every launch."""
-    pages: ListedPages | None = None
-    """Where ``indices`` are positions in the rows' requests: their pages. Only the portable kernel
-    for few heads takes them."""
     rows: CacheRows | None = None
     """``kv_cache`` as kernels read it, kept from an earlier forward; the launcher sets it if
     None."""
 
     def part(self, rows: slice) -> SparseTensors:
         """The tensors of some query tokens; the scratch is the same."""
-        lens, lse, pages = self.topk_lens, self.lse, self.pages
-        if pages is not None:
-            reqs, visible_lens = pages.requests[rows], pages.visible_lens[rows]
-            pages = pages._replace(requests=reqs, visible_lens=visible_lens)
+        lens, lse = self.topk_lens, self.lse
         return replace(
             self,
             query=self.query[rows],
@@ -78,7 +71,6 @@ class SparseTensors:
             topk_lens=None if lens is None else lens[rows],
             output=self.output[rows],
             lse=None if lse is None else lse[rows],
-            pages=pages,
         )
 
 

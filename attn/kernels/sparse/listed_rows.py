@@ -45,18 +45,6 @@ def row_offsets(ids, block, stride, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
-def slots_of(position, listed, table, table_width, PAGE_SIZE: tl.constexpr):
-    """Slots of a request's positions, by its row of the block table, and which of them there are.
-
-    Positions are int32; those behind the table's ``table_width`` pages have no slot.
-    """
-    page = position // PAGE_SIZE
-    listed = listed & (page < table_width)
-    block = tl.load(table + page, mask=listed, other=0)
-    return block * PAGE_SIZE + position % PAGE_SIZE, listed
-
-
-@triton.jit
 def listed_ids(ids_ptr, tile, length, KV_TILE: tl.constexpr):
     """Listed rows of one step of KV_TILE entries; entries from ``length`` on are -1, not loaded."""
     at = tile * KV_TILE + tl.arange(0, KV_TILE)

@@ -11,7 +11,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from attn.kernels.lang.numerics import INTERPRETED
-from attn.kernels.sparse.listed_rows import slots_of
 from builders.device import device_facts
 from builders.launch.call import KernelCall, LaunchOptions
 from builders.launch.launcher import Launch, Launcher
@@ -74,8 +73,10 @@ def topk_transform_kernel(
     if KIND == "ragged":
         entry = token + tl.load(offsets_ptr + req)
     else:
-        table = block_table_ptr + req * table_row
-        entry, listed = slots_of(token, listed, table, table_width, PAGE_SIZE)
+        page = token // PAGE_SIZE
+        listed = listed & (page < table_width)
+        block = tl.load(block_table_ptr + req * table_row + page, mask=listed, other=0)
+        entry = block * PAGE_SIZE + token % PAGE_SIZE
     place = column
     inside = column < WIDTH
     if COMPACT:
