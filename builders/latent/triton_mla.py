@@ -160,7 +160,10 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
     @property
     def phase_kernels(self) -> dict[str, str]:
         """See the base class."""
-        decode = "triton" if self.planner.hopper_decode is None else "hopper"
+        tile = self.planner.hopper_decode
+        decode = "triton" if tile is None else "hopper"
+        if tile is not None and tile.rounds_queries:
+            decode += " with queries rounded to e4m3"
         return {"decode": decode, "prefill": self.expanded.kernel}
 
     def build(

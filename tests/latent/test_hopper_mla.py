@@ -323,6 +323,17 @@ def test_it_computes_a_step_of_every_kind(kind: str, launched: list[KernelCall])
     assert all(call.kernel is wanted for call in launched)
 
 
+@pytest.mark.parametrize("rounds", [False, True])
+def test_a_builder_says_whether_queries_are_rounded(
+    rounds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Trial, "decode_kernel", DecodeKernel.HOPPER)
+    monkeypatch.setattr(Trial, "fp8_mla_queries", rounds)
+    builder = LatentTrial(TritonMLABackend, KINDS["wide_e4m3"], CPU).builder()
+    words = "hopper with queries rounded to e4m3" if rounds else "hopper"
+    assert builder.phase_kernels["decode"] == words
+
+
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("wide_e4m3")])
 def test_queries_may_be_rounded_to_e4m3(
     kind: str, launched: list[KernelCall], monkeypatch: pytest.MonkeyPatch
