@@ -103,7 +103,7 @@ def _check(
     slots: torch.Tensor | None,
     counts: torch.Tensor | None,
 ) -> None:
-    ids, visible_lens, reqs, _ = lists
+    ids, visible_lens, reqs = lists[:3]
     if ids.dim() != 2 or ids.dtype != torch.int32 or ids.stride(-1) != 1:
         raise ValueError(
             f"ids must be [T, topk] int32 with dense rows, got {list(ids.shape)} of {ids.dtype} in "

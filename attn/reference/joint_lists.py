@@ -11,7 +11,7 @@ def join_lists(
     lists: TopkLists, block_table: torch.Tensor, block_size: int, joint: JointLists
 ) -> None:
     """Join lists in torch: see :func:`attn.ops.joint_lists.join_lists`."""
-    ids, visible, reqs, _ = lists
+    ids, visible, reqs = lists[:3]
     for group in range(len(joint.entries)):
         tokens = range(group * joint.tokens, min((group + 1) * joint.tokens, len(ids)))
         found: list[torch.Tensor] = []

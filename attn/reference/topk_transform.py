@@ -19,7 +19,7 @@ def transform_topk(
     counts: torch.Tensor | None,
 ) -> None:
     """Convert top-k lists in torch: see :func:`attn.ops.topk_transform.transform_topk`."""
-    ids, visible_lens, reqs, stripe = lists
+    ids, visible_lens, reqs, stripe = lists[:4]
     listed = (ids >= 0) & (ids < visible_lens[:, None])
     if stripe is not None:
         ids = stripe.local_positions(ids)

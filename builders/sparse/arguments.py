@@ -22,6 +22,10 @@ class TopkLists(NamedTuple):
     stripe: Stripe | None = None
     """Under DCP, the keys that this rank keeps, while positions and ``visible_lens`` count those of
     all ranks. None where the rank has all keys."""
+    hastens: bool = False
+    """The next kernel reads the entries that a launch makes of the lists, and waits for that by
+    itself: on Hopper it may start early (programmatic dependent launch). The library's own kernels
+    do; a vendor's may not."""
 
 
 class JointLists(NamedTuple):

@@ -419,7 +419,7 @@ class SparseMLAImpl(LatentImpl):
         lengths = rows.lengths
         ids = buffer[rows.first_token : rows.first_token + rows.num_rows]
         made = topk_launch(
-            TopkLists(ids, lengths.visible_lens, lengths.reqs, rows.stripe),
+            TopkLists(ids, lengths.visible_lens, lengths.reqs, rows.stripe, hastens=True),
             rows.plan.index_kind,
             rows.indices,
             block_table=rows.block_table,

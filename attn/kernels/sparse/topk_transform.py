@@ -125,8 +125,9 @@ def topk_transform_launch(
     ids = lists.ids
     tensors = (ids, lists.visible_lens, lists.reqs, block_table, offsets, out, slots, counts)
     types = tuple(None if one is None else (one.dtype, one.is_cuda) for one in tensors)
-    is_hopper = out.is_cuda and device_facts(out.device).kind is DeviceKind.SM90
-    launcher = _launcher(kind, ids.shape[1], width, block_size, lists.stripe, types, is_hopper)
+    hastens = lists.hastens and out.is_cuda and not INTERPRETED
+    hastens = hastens and device_facts(out.device).kind is DeviceKind.SM90
+    launcher = _launcher(kind, ids.shape[1], width, block_size, lists.stripe, types, hastens)
     ids_row, table_row, table_width = ids.stride()[0], 0, 0
     if block_table is not None:
         table_row, table_width = block_table.stride()[0], block_table.shape[1]
@@ -154,12 +155,12 @@ def _launcher(
     block_size: int,
     stripe: Stripe | None,
     types: tuple[tuple[torch.dtype, bool] | None, ...],
-    is_hopper: bool,
+    hastens: bool,
 ) -> Launcher:
     """The launcher for lists of these sizes, and for tensors of these types in their order.
 
     Args:
-        is_hopper: kernels behind this one wait by themselves, so that they may start early.
+        hastens: the kernel behind this one may start early.
     """
     shared = stripe or Stripe(1, 0, 1)
     fixed = {
@@ -173,7 +174,7 @@ def _launcher(
         "DCP_SIZE": shared.size,
         "DCP_RANK": shared.rank,
         "INTERLEAVE": shared.interleave,
-        "HASTENS": is_hopper and not INTERPRETED,
+        "HASTENS": hastens,
     }
     options = LaunchOptions(num_warps=8)
     return Launcher(topk_transform_kernel, fixed, options=options, is_typed=True)
