@@ -20,16 +20,22 @@ collected: ContextVar[list[KernelCall] | None] = ContextVar("collected", default
 
 
 @cache
+def triton_release() -> tuple[int, int]:
+    """The first two numbers of Triton's version."""
+    # Imported only here, since Triton decides when it is imported whether it interprets.
+    import triton
+
+    first, second = triton.__version__.split(".")[:2]
+    return int(first), int(second)
+
+
 def is_by_ptxas_13() -> bool:
     """Whether Triton compiles for Hopper with ptxas 13, not with ptxas 12.
 
     ptxas 13 keeps values in registers that ptxas 12 computes anew. With it, Triton can have LLVM
     order instructions so that they need few registers.
     """
-    # Imported only here, since Triton decides when it is imported whether it interprets.
-    import triton
-
-    return tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 9)
+    return triton_release() >= (3, 9)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from triton.experimental.gluon import language as gl
 
 import builders.latent.choice
 import builders.latent.triton_mla
@@ -321,6 +322,16 @@ def test_it_computes_a_step_of_every_kind(kind: str, launched: list[KernelCall])
     wanted = hopper_mla_narrow_kernel if is_narrow else hopper_mla_kernel
     assert launched
     assert all(call.kernel is wanted for call in launched)
+
+
+@pytest.mark.parametrize("kind", ["wide_e4m3_in_parts", "wide_e4m3_verify"])
+def test_sums_may_keep_their_place(
+    kind: str, launched: list[KernelCall], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with Triton 3.8."""
+    monkeypatch.setattr(scorer, "KEEPS_PLACE", gl.constexpr(True))
+    assert findings(KINDS[kind]) == {}
+    assert launched
 
 
 @pytest.mark.parametrize("rounds", [False, True])

@@ -34,7 +34,7 @@ from attn.kernels.latent.hopper_wide.columns import add_latents
 from attn.kernels.latent.hopper_wide.consumer import consume_latents
 from attn.kernels.latent.hopper_wide.parts import BLOCK, BUFFERS, HALF
 from attn.kernels.latent.hopper_wide.producer import produce_latents
-from attn.kernels.latent.hopper_wide.scorer import weigh_latents
+from attn.kernels.latent.hopper_wide.scorer import KEEPS_PLACE, weigh_latents
 from attn.kernels.latent.structures import E4m3Room, LatentCache, LatentQuery, WideRing, WideRoom
 
 _SECOND = tl.constexpr(232)
@@ -46,10 +46,10 @@ _COLUMNS = tl.constexpr(176)
 """Registers of a thread of warp group 1 over e4m3. Warp group 0 has as many."""
 _SCORER = tl.constexpr(128)
 """Registers of a thread of the scorer: it keeps two blocks' worth of sums."""
-_ROUNDED_COLUMNS = tl.constexpr(184)
-_ROUNDED_SCORER = tl.constexpr(112)
-"""The same where queries are rounded: the scorer keeps one block's sums. With fewer registers for
-warp groups 0 and 1 Triton 3.8 and 3.9 spill."""
+_MORE_COLUMNS = tl.constexpr(184)
+_FEWER_SCORER = tl.constexpr(112)
+"""The same where the scorer needs fewer registers: its queries are rounded, or its sums keep their
+place. With fewer for warp groups 0 and 1 Triton 3.8 and 3.9 spill."""
 _PRODUCER_OF_E4M3 = tl.constexpr(32)
 """Registers of a thread of the producer over e4m3."""
 
@@ -234,8 +234,8 @@ def hopper_mla_kernel(
             ],
             [4, 4, 1],
             [
-                _COLUMNS if TERMS == 2 else _ROUNDED_COLUMNS,
-                _SCORER if TERMS == 2 else _ROUNDED_SCORER,
+                _MORE_COLUMNS if TERMS == 1 or KEEPS_PLACE else _COLUMNS,
+                _FEWER_SCORER if TERMS == 1 or KEEPS_PLACE else _SCORER,
                 _PRODUCER_OF_E4M3,
             ],
         )

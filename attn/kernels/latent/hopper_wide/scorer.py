@@ -37,11 +37,15 @@ from attn.kernels.lang.opaque import opaque_int, opaque_zero
 from attn.kernels.lang.wgmma import base_of
 from attn.kernels.latent.hopper_wide.parts import BLOCK, BUFFERS, cut_at
 from attn.kernels.latent.structures import ScoreOperands
+from builders.launch.call import triton_release
 
 _LARGEST = tl.constexpr(9.0)
 """The largest exponent of a weight that is left as it is when others of its block are too large."""
 _FIRST = tl.constexpr(6.0)
 """The exponent of a row's largest weight when the row gets a new reference."""
+KEEPS_PLACE = gl.constexpr(triton_release() == (3, 8))
+"""Whether the sums of all runs of products are in the same registers. Otherwise Triton 3.8 has too
+few, and runs the products one after the other. Triton 3.6 takes a tenth longer with it."""
 VOTE = tl.constexpr(
     "{ .reg .pred p; setp.gt.f32 p, $1, 0f46800000; vote.sync.any.pred p, p, 0xFFFFFFFF;"
     " selp.b32 $0, 1, 0, p; }"
@@ -64,20 +68,31 @@ def _operands_of(ring, room):
 
 
 @gluon.jit
-def _products(keys, queries, at, before, GOES_ON: gl.constexpr, TERMS: gl.constexpr):
+def _products(keys, queries, at, before, goes_on, TERMS: gl.constexpr):
     """Start the products of keys and a run of queries' columns: ``[64 keys, 64 rows]`` fp32.
 
-    Small terms are at ``at`` of ``queries``, and large terms behind them. With GOES_ON the products
-    are added to ``before``.
+    Small terms are at ``at`` of ``queries``, and large terms behind them. If it ``goes_on``, the
+    products are added to ``before``.
     """
     large = queries.index(at + 1).permute((1, 0))
     if TERMS == 2:
         small = queries.index(at).permute((1, 0))
-        s = warpgroup_mma(keys, small, before, use_acc=GOES_ON, is_async=True)
+        s = warpgroup_mma(keys, small, before, use_acc=goes_on, is_async=True)
         s = warpgroup_mma(keys, large, s, is_async=True)
     else:
-        s = warpgroup_mma(keys, large, before, use_acc=GOES_ON, is_async=True)
+        s = warpgroup_mma(keys, large, before, use_acc=goes_on, is_async=True)
     return s
+
+
+@gluon.jit
+def _next_sums(keys, queries, at, before, zero):
+    """Sums of the next run of columns, which start from zero; ``before`` are those of the last."""
+    if KEEPS_PLACE:
+        # As far as the compiler knows, these may go on from the last run's.
+        s = _products(keys, queries, at, before, opaque_zero() != 0, 2)
+    else:
+        s = _products(keys, queries, at, zero, False, 2)
+    return warpgroup_mma_wait(0, deps=[s])
 
 
 @gluon.jit
@@ -104,13 +119,17 @@ def _scores(number, operands, ring, tile, TERMS: gl.constexpr):
             s = _products(rights.index(2 * right + i), q, z + 4 + 2 * i, s, True, TERMS)
         s = warpgroup_mma_wait(0, deps=[s])
     else:
-        s = warpgroup_mma_wait(0, deps=[s])
-        more = _products(lefts.index(2 * left + 1), q, z + 2, zero, False, TERMS)
-        s += warpgroup_mma_wait(0, deps=[more])
+        more = warpgroup_mma_wait(0, deps=[s])
+        s = more
+        if KEEPS_PLACE:
+            # A copy: the next run's sums come where these are.
+            s = more + 0.0
+        more = _next_sums(lefts.index(2 * left + 1), q, z + 2, more, zero)
+        s += more
         mbarrier.wait(ring.full.index(2 + ring.LEFT + right), (number // ring.RIGHT) & 1)
         for i in gl.static_range(2):
-            more = _products(rights.index(2 * right + i), q, z + 4 + 2 * i, zero, False, TERMS)
-            s += warpgroup_mma_wait(0, deps=[more])
+            more = _next_sums(rights.index(2 * right + i), q, z + 4 + 2 * i, more, zero)
+            s += more
     return s
 
 
