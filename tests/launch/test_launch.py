@@ -28,6 +28,7 @@ from builders.launch.call import (
     collected_calls,
     compile_calls,
     is_by_ptxas_13,
+    triton_release,
 )
 from builders.launch.launcher import Launcher, launch
 from specs.dtypes import CacheDType, DType
@@ -177,13 +178,21 @@ def test_instructions_are_ordered_for_few_registers_where_that_helps(
 
 
 @pytest.mark.parametrize(
-    ("version", "by_13"), [("3.6.0", False), ("3.8.1", False), ("3.9.0+git1", True), ("4.0", True)]
+    ("version", "release", "by_13"),
+    [
+        ("3.6.0", (3, 6), False),
+        ("3.8.1", (3, 8), False),
+        ("3.9.0+git1", (3, 9), True),
+        ("4.0", (4, 0), True),
+    ],
 )
 def test_tritons_version_says_which_ptxas_it_takes(
-    version: str, by_13: bool, monkeypatch: pytest.MonkeyPatch
+    version: str, release: tuple[int, int], by_13: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("triton.__version__", version)
-    assert is_by_ptxas_13.__wrapped__() == by_13
+    assert triton_release.__wrapped__() == release
+    monkeypatch.setattr(kernel_calls, "triton_release", lambda: release)
+    assert is_by_ptxas_13() == by_13
 
 
 def test_an_empty_grid_launches_nothing() -> None:
