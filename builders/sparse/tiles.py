@@ -108,8 +108,8 @@ class SparseTile:
     finish_width: int = 128
     """Columns of a program that folds stored states."""
     hastens: bool = False
-    """Each of a step's kernels may start while the one before it still runs, and waits by itself
-    (programmatic dependent launch): one makes lists ready, one attends, one folds stored states."""
+    """The portable kernel that attends and the kernel that folds stored states may start while the
+    kernel before still runs, and wait by themselves (programmatic dependent launch)."""
     hopper: HopperSparseTile | NarrowSparseTile | None = None
     """Options of the Hopper kernel that takes the rows, as
     :func:`builders.sparse.hopper_tiles.hopper_sparse_tile` cuts them; None for a portable

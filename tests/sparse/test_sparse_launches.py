@@ -8,8 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from attn.impls.sparse import sparse_mla
+from attn.kernels.sparse import topk_transform
+from attn.ops.topk_transform import topk_launch, transform_topk
 from builders.buffers import GraphBuffers
+from builders.launch.launcher import Launch
 from builders.sparse import launches as sparse_launches
+from builders.sparse.arguments import TopkLists
 from builders.sparse.hopper_tiles import (
     HopperOptions,
     index_tile_of,
@@ -110,6 +115,36 @@ def test_rows_in_turn_are_the_same_rows(
         taken.append(record.prefill_rows.launch.rows)
     assert taken == [10, 1]
     assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("has_launch", [True, False])
+def test_only_the_library_s_own_kernel_may_start_while_its_list_is_made_ready(
+    has_launch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other calls take :meth:`SparseMLAImpl._call`, whose kernels may not wait by themselves."""
+    hastens = []
+
+    def prepare(lists: TopkLists, *given: Any, **named: Any) -> Launch | None:
+        hastens.append(lists.hastens)
+        return topk_launch(lists, *given, **named) if has_launch else None
+
+    def transform(lists: TopkLists, *given: Any, **named: Any) -> None:
+        hastens.append(lists.hastens)
+        transform_topk(lists, *given, **named)
+
+    monkeypatch.setattr(sparse_mla, "topk_launch", prepare)
+    monkeypatch.setattr(sparse_mla, "transform_topk", transform)
+    layer = SparseLayer(LatentFormat.BF16)
+    layer.fill()
+    step = layer.step([(0, 40, 1)])
+    layer.check(step, layer.run(step))
+    assert hastens == ([True] if has_launch else [True, False])
+
+
+@pytest.mark.parametrize("hastens", [False, True])
+def test_a_launch_lets_the_next_kernel_start_if_it_is_told_to(hastens: bool) -> None:
+    launcher = topk_transform._launcher("paged", 8, 8, 64, None, (None,), hastens)
+    assert launcher.arguments["HASTENS"] is hastens
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ class SparseLauncher:
         if programs == 1:
             return (first,)
         heads, width = min(tile.finish_rows, tile.rows), min(tile.finish_width, layer.rank)
-        waits = tile.hastens and not INTERPRETED
+        waits = _starts_early(tile)
         own = {"FINISH_ROWS": heads, "FINISH_WIDTH": width, "WAITS": waits}
         tiles = tile.head_tiles(layer.num_heads)
         return first, LaunchForm(
@@ -174,6 +174,11 @@ def sparse_calls(
 ) -> tuple[KernelCall, ...]:
     """The launches of :meth:`SparseLauncher.attend` as data, by a launcher of their own."""
     return SparseLauncher(layer, hardware_e4m3=hardware_e4m3).calls(tile, tensors)
+
+
+def _starts_early(tile: SparseTile) -> bool:
+    """Whether a tile's kernels may start before the kernels ahead of them end, and so wait."""
+    return tile.hastens and not INTERPRETED.value
 
 
 def _variant(
@@ -280,7 +285,7 @@ def _portable_form(
     """The launch of the portable kernel that attends."""
     topk, row = tensors.indices.shape[1], row_of(layer, tensors.query.dtype)
     tiles, programs = tile.head_tiles(layer.num_heads), tile.programs(topk)
-    waits = tile.hastens and not INTERPRETED
+    waits = _starts_early(tile)
     constants: dict[str, Any] = {
         **_shared_constants(layer, tile, tensors),
         **places,

@@ -45,11 +45,14 @@ _PRODUCER = tl.constexpr(56)
 _COLUMNS = tl.constexpr(176)
 """Registers of a thread of warp group 1 over e4m3. Warp group 0 has as many."""
 _SCORER = tl.constexpr(128)
-"""Registers of a thread of the scorer: it keeps two blocks' worth of sums."""
+"""Registers of a thread of the scorer, which keeps two sets of sums: of the run of products under
+way, and of the runs before it."""
 _MORE_COLUMNS = tl.constexpr(184)
+"""Registers of a thread of warp groups 0 and 1 over e4m3, where the scorer needs fewer. With 176
+registers Triton 3.8 and 3.9 spill there."""
 _FEWER_SCORER = tl.constexpr(112)
-"""The same where the scorer needs fewer registers: its queries are rounded, or its sums keep their
-place. With fewer for warp groups 0 and 1 Triton 3.8 and 3.9 spill."""
+"""Registers of a thread of the scorer, where its queries are rounded or its sums keep their place.
+"""
 _PRODUCER_OF_E4M3 = tl.constexpr(32)
 """Registers of a thread of the producer over e4m3."""
 

@@ -143,7 +143,8 @@ def _floor_of(logits, length, wanted, WARPS: tl.constexpr):
         low = tl.where(in_c, c, tl.where(in_b, b, tl.where(in_a, a, low)))
         reach = tl.where(in_c, reach_c, tl.where(in_b, reach_b, tl.where(in_a, reach_a, reach)))
         b = _middle(low, high)
-        # Not ``low`` itself: NaN reach it by ``reach``, but not when it is counted.
+        # ``low`` is not counted again: ``reach`` has its count, NaN included, which a comparison
+        # leaves out.
         a, c = tl.maximum(_middle(low, b), low + 1), _middle(b, high)
         turn += 1
         if turn < _GUESSES:
