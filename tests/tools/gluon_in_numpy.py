@@ -247,6 +247,16 @@ class Bytes(Memory):
         self._codes[...] = _codes(x)
 
 
+class Numbers(Memory):
+    """A tile of codes of e4m3. Loads see what is there then."""
+
+    def permute(self, order: tuple[int, ...]) -> Memory:
+        return Numbers(self.array.transpose(order))
+
+    def load(self, layout: None) -> Value:
+        return value(_e4m3(self.array))
+
+
 class Words(Memory):
     """Stages of rows, seen as words of two numbers."""
 
@@ -337,8 +347,7 @@ def _reinterpret(memory: Memory, dtype: Any, shape: Sequence[int], layout: None)
             return Words(memory.array, shape)
         return Memory(memory.array.view(np.int32).reshape(shape))
     if dtype == "e4m3" and len(shape) == 2:
-        # The numbers that are there now: such memory is not written again.
-        return Memory(_e4m3(memory.array).reshape(shape))
+        return Numbers(memory.array.reshape(shape))
     if shape[0] == boxes and dtype != "e4m3":
         return Memory(memory.array.reshape(shape))
     return Tiles(memory.array, shape, dtype == "e4m3")

@@ -141,14 +141,11 @@ def hopper_paged_logits_kernel(
         key_bytes = gl.allocate_shared_memory(gl.uint8, [STAGES, 64, 128], OPERAND)
         keys = reinterpret(key_bytes, gl.float8e4nv, [STAGES, 64, 128], OPERAND)
         scales = gl.allocate_shared_memory(gl.float32, [STAGES, 64], FLAT)
-        for i in gl.static_range(STAGES - 1):
-            block = gl.load(table + (low + i), mask=low + i < high, other=0)
-            _copy_page(
-                data_ptr, scale_ptr, block, low + i < high, data_block, scale_block,
-                key_bytes.index(i), scales.index(i),
-            )  # fmt: skip
-        ahead = low + STAGES - 1
-        block = gl.load(table + ahead, mask=ahead < high, other=0)
+        # An entry of the table is loaded a page before it is used. No load is masked: it would be a
+        # branch, which waits for the entry at once. Past the piece, the last entry is loaded again.
+        block = gl.load(table + low)
+        # Queries and weights are asked for ahead of the pages. Behind them they would arrive after
+        # all three, and nothing would be under way meanwhile.
         head = gl.arange(0, HEADS, layout=gl.SliceLayout(0, PRODUCT))
         weights = gl.load(
             weights_ptr + token * weights_token + head, mask=head < NUM_HEADS, other=0.0
@@ -156,9 +153,16 @@ def hopper_paged_logits_kernel(
         head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, QUERY))
         column = gl.arange(0, 128, layout=gl.SliceLayout(0, QUERY))
         at = q_ptr + token * q_token + (head * q_head)[:, None] + column[None, :]
-        q = gl.load(at, mask=(head < NUM_HEADS)[:, None] & (column >= 0)[None, :], other=0)
         q_bytes = gl.allocate_shared_memory(gl.uint8, [HEADS, 128], OPERAND)
-        q_bytes.store(q)
+        async_gather(q_bytes, at, mask=(head < NUM_HEADS)[:, None] & (column >= 0)[None, :])
+        async_copy.commit_group()
+        for i in gl.static_range(STAGES - 1):
+            next_block = gl.load(table + gl.minimum(low + i + 1, high - 1))
+            _copy_page(
+                data_ptr, scale_ptr, block, low + i < high, data_block, scale_block,
+                key_bytes.index(i), scales.index(i),
+            )  # fmt: skip
+            block = next_block
         queries = reinterpret(q_bytes, gl.float8e4nv, [HEADS, 128], OPERAND).permute((1, 0))
         zero = gl.zeros([64, HEADS], gl.float32, PRODUCT)
         place = gl.arange(0, 64, layout=ROW)
@@ -166,10 +170,10 @@ def hopper_paged_logits_kernel(
         for page in range(low, high):
             turn = page - low
             async_copy.wait_group(STAGES - 2)
-            # Products read memory by another way than threads write it.
-            fence_async_shared()
             # Now all threads' copies of this page are there, and all have read the page before.
             thread_barrier()
+            # Products read memory by another way than threads write it.
+            fence_async_shared()
             products = warpgroup_mma(
                 keys.index(turn % STAGES), queries, zero, use_acc=False, is_async=True
             )
@@ -180,8 +184,7 @@ def hopper_paged_logits_kernel(
                 data_ptr, scale_ptr, block, ahead < high, data_block, scale_block,
                 key_bytes.index(stage), scales.index(stage),
             )  # fmt: skip
-            # An entry of the table is loaded a page before it is used.
-            block = gl.load(table + (ahead + 1), mask=ahead + 1 < high, other=0)
+            block = gl.load(table + gl.minimum(ahead + 1, high - 1))
             products = warpgroup_mma_wait(0, deps=[products])
             logits = gl.sum(gl.maximum(products, 0.0) * weights[None, :], 1) * scale
             key = page * 64 + place
