@@ -170,6 +170,14 @@ def test_one_kernel_serves_every_number_of_rows(calls: list[KernelCall]) -> None
     assert len({call.variant for call in calls}) == 1
 
 
+def test_strides_of_one_entry_are_not_passed_on(calls: list[KernelCall]) -> None:
+    """Copies of 16 bytes need strides that are multiples of it."""
+    given = Paged((65,), 1)
+    given.query = given.query.as_strided((1, 1, WIDTH), (WIDTH + 1, WIDTH + 3, 1))
+    assert given.is_right(given.logits())
+    assert [calls[0].arguments[name] for name in ("q_token", "q_head")] == [0, 0]
+
+
 def moved(x: Tensor, places: int, dim: int = 1) -> None:
     x.copy_(x.roll(places, dim))
 

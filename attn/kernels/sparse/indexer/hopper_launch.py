@@ -51,10 +51,10 @@ def hopper_paged_logits_call(
         "requests_ptr": pages.requests,
         "lens_ptr": kv_lens,
         "logits_ptr": logits,
-        "q_token": q.stride(0),
-        "q_head": q.stride(1),
+        "q_token": _stride(q, 0),
+        "q_head": _stride(q, 1),
         "weights_token": weights.stride(0),
-        "data_block": keys.data.stride(0),
+        "data_block": _stride(keys.data, 0),
         "scale_block": keys.scale.stride(0),
         "table_row": pages.block_table.stride(0),
         "logits_row": logits.stride(0),
@@ -110,6 +110,14 @@ def hopper_ragged_logits_call(
     }
     grid = (cdiv(most, INDEX_KEYS), cdiv(rows, tokens))
     return KernelCall(hopper_ragged_logits_kernel, grid, arguments, num_warps=4)
+
+
+def _stride(x: torch.Tensor, dim: int) -> int:
+    """The stride of a dimension: 0 where it has one entry, whose stride may be any number.
+
+    Strides that are no multiples of 16 bytes would leave no copy of 16 bytes.
+    """
+    return x.stride(dim) if x.shape[dim] > 1 else 0
 
 
 def _described(rows: torch.Tensor, box: tuple[int, ...], swizzle: int) -> TensorDescriptor:
