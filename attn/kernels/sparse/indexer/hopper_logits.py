@@ -188,5 +188,7 @@ def hopper_paged_logits_kernel(
             products = warpgroup_mma_wait(0, deps=[products])
             logits = gl.sum(gl.maximum(products, 0.0) * weights[None, :], 1) * scale
             key = page * 64 + place
-            gl.store(out + key, logits, mask=key < length)
+            # Keep logits in L2 until the largest are selected: otherwise keys that stream through
+            # L2 push them out to memory, between the reads of keys.
+            gl.store(out + key, logits, mask=key < length, eviction_policy="evict_last")
         async_copy.wait_group(0)
