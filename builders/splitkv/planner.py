@@ -27,6 +27,7 @@ from builders.splitkv.record import (
     ONE_WARP,
     ROW_FIELDS,
     SHARE_FIELDS,
+    SLICE,
     HopperPlan,
     PrefillPlan,
     SegmentedKeys,
@@ -64,8 +65,6 @@ _FILLED = {
     "shares_ptr": "shares",
     "prefill_starts_ptr": "tile_starts",
     "hopper_starts_ptr": "hopper_starts",
-    "row_ends_ptr": "row_ends",
-    "names_ptr": "names",
 }
 """The buffer that the plan kernel fills for each of these arguments, in the kernel's order."""
 PLAN_SIZES = (ONE_WARP, 4 * ONE_WARP, 16 * ONE_WARP)
@@ -217,8 +216,6 @@ class SplitPlanner:
         buffers.declare("tile_starts", (reqs + 1,), int32)
         buffers.declare("hopper_starts", (reqs + 1,), int32)
         buffers.declare("taken", (1,), int32)
-        buffers.declare("row_ends", (power_of_two(reqs),), int32)
-        buffers.declare("names", (self.groups + 1, 2), int32)
         buffers.declare("rows", (self.max_rows, ROW_FIELDS), int32)
         buffers.declare("total", (2,), int32)
         buffers.declare("starts", (self.groups + 1, 2), int32)
@@ -319,7 +316,9 @@ class SplitPlanner:
         launch = self._launches.get(kind)
         if launch is None:
             launch = self._launches[kind] = self._launches_of(reqs, visible, is_causal)
-        launch((1,), seq_lens, query_start_loc, self._filled, num_reqs)
+        # One program stores where prefill tiles start, and each further one plans a slice.
+        programs = 1 if reqs <= ONE_WARP else 1 + max(cdiv(num_reqs, SLICE), 1)
+        launch((programs,), seq_lens, query_start_loc, self._filled, num_reqs)
 
     @cached_property
     def _filled(self) -> Pointers:
@@ -337,21 +336,13 @@ class SplitPlanner:
         from builders.launch.launcher import Launcher
         from builders.splitkv.device.plan import plan_kernel
 
-        steps, starts = reqs.bit_length() - 1, self.groups + 1
-        # A warp has one group fewer than threads: its last thread computes the next warp's first
-        # group once more, which the thread before it needs.
-        lines = power_of_two(cdiv(starts, ONE_WARP - 1))
-        if reqs <= ONE_WARP:
-            reqs, starts = ONE_WARP, lines * ONE_WARP
-        warps = cdiv(max(reqs, power_of_two(starts)), ONE_WARP)
-        warps = min(MOST_PLAN_WARPS, max(FEWEST_PLAN_WARPS, warps))
-        # At least one element per thread. Triton replicates a shorter tensor across threads and,
-        # before every store, converts it to another layout through shared memory, which costs a
-        # barrier.
-        threads = ONE_WARP * warps
-        groups = max(power_of_two(starts), threads)
+        reqs = max(reqs, ONE_WARP)
+        warps = cdiv(max(reqs, self.groups + 1), ONE_WARP)
+        warps = min(MOST_PLAN_WARPS, max(FEWEST_PLAN_WARPS, power_of_two(warps)))
         if reqs > ONE_WARP:
-            reqs = max(reqs, threads)
+            # At least one element per thread. Triton replicates a shorter tensor across threads.
+            reqs = max(reqs, ONE_WARP * warps)
+        lines = power_of_two(cdiv(self.groups + 1, ONE_WARP))
         stripe = visible.stripe or Stripe(1, 0, 1)
         fixed: dict[str, Any] = {
             "max_reqs": self.limits.max_num_seqs,
@@ -376,9 +367,7 @@ class SplitPlanner:
             "SEGMENTS_PER_GROUP": self.segment_group,
             "MOST_REQS": power_of_two(self.limits.max_num_seqs),
             "REQS": reqs,
-            "STEPS": steps,
             "NUM_GROUPS": self.groups,
-            "GROUPS": groups,
             "LINES": max(lines, warps),
             "DEPENDS_ON_BATCH": self.depends_on_batch,
             "LEAST": self.least_tiles or 1,

@@ -384,9 +384,9 @@ def test_a_free_partition_of_fewer_tiles_than_groups_finishes() -> None:
         made.kv_cache_spec, made.layer_names, made.vllm_config, DEVICE
     )
     free.planner.groups = free.planner.slots = 3 * GROUPS
-    for name in ("names", "starts", "shares", "states", "sums", "counters"):
+    for name in ("starts", "shares", "states", "sums", "counters"):
         del free.planner.buffers._buffers[name]
-    for name in ("names", "starts"):
+    for name in ("starts",):
         free.planner.buffers.declare(name, (3 * GROUPS + 1, 2), torch.int32)
     free.planner.buffers.declare("shares", (3 * GROUPS, SHARE_FIELDS), torch.int32)
     programs = 3 * GROUPS * free.planner.heads

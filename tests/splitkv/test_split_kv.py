@@ -24,7 +24,7 @@ from builders.dense.triton_attn import TritonAttentionMetadataBuilder
 from builders.device import interprets
 from builders.launch.call import collected_calls
 from builders.splitkv import planner as split_kv
-from builders.splitkv.device.work_items import first_group, first_place
+from builders.splitkv.device.work_items import first_place
 from builders.splitkv.host_twin import (
     HostPlan,
     SplitRules,
@@ -167,8 +167,6 @@ def planner_of(step: Step) -> SplitPlanner:
     for name, shape_of in {
         "tile_starts": (limits.max_num_seqs + 1,),
         "hopper_starts": (limits.max_num_seqs + 1,),
-        "row_ends": (power_of_two(limits.max_num_seqs),),
-        "names": (step.groups + 1, 2),
         "rows": (planner.max_rows, ROW_FIELDS),
         "total": (2,),
         "starts": (step.groups + 1, 2),
@@ -211,7 +209,12 @@ def filled(step: Step) -> dict[str, list]:
 @example(step=Step(((1, 1000),) * 64, tile_of(), groups=33))
 # A compiled variant between the smallest and the variant for all requests of the engine.
 @example(step=Step(((1, 1000), (3, 40)) * 20, tile_of(), groups=33, unused=300))
-# More requests than a warp has threads, each with one work item: every warp has all of them.
+# More requests than a program has: a share that is cut in the last segment of a slice's last work
+# item starts in the next slice, whose first requests may have none.
+@example(step=Step(((1, 1100),) * 31 + ((0, 5), (70, 80)) * 20 + ((1, 900),) * 50, tile_of(1), 97))
+@example(step=Step(((1, 5000), (1, 1100)) * 300, tile_of(1), 299, segment_group=4, unused=400))
+@example(step=Step(((0, 0),) * 40 + ((1, 9000), (5, 140_000)) * 40, tile_of(), 132, 2))
+# Each request has one work item.
 @example(step=Step(((1, 700), (2, 9), (1, 0), (3, 4000)) * 25, tile_of(), 132))
 @example(step=Step(((1, 5), (1, 130_000), (1, 700)) * 16, tile_of(1), 123, 2))
 @example(step=Step(((1, 300), (1, 9000)) * 33, tile_of(1), 247, least_tiles=2, row_cost=2))
@@ -706,48 +709,31 @@ def test_no_row_has_more_segments_than_slots_and_no_step_more_rows_than_are_kept
         assert max((fields[9] for fields in plan.rows), default=0) <= planner.slots
 
 
-# -- The first group behind a place, and the first place of a group, are inverse to each other.
+# -- The first place of a group.
 
 
 @triton.jit
-def groups_kernel(places_ptr, shared_ptr, sharers_ptr, groups_ptr, starts_ptr, N: tl.constexpr):
-    """:func:`first_group` of places, and :func:`first_place` of the groups found."""
+def places_kernel(groups_ptr, shared_ptr, sharers_ptr, places_ptr, N: tl.constexpr):
+    """:func:`first_place` of groups."""
     i = tl.arange(0, N)
     shared, sharers = tl.load(shared_ptr + i), tl.load(sharers_ptr + i)
-    group = first_group(tl.load(places_ptr + i), shared, sharers)
-    tl.store(groups_ptr + i, group)
-    tl.store(starts_ptr + i, first_place(group, shared, sharers))
+    tl.store(places_ptr + i, first_place(tl.load(groups_ptr + i), shared, sharers))
 
 
-def test_the_first_group_behind_a_place_is_exact_where_fp32_is_not() -> None:
-    """The quotient is exact though its guess in fp32 may be one too small or too large.
-
-    Places where a share begins exactly are tried, since there a comparison without equality would
-    give the group below.
-    """
+def test_a_group_begins_at_its_part_of_all_tiles_rounded_up() -> None:
     if DEVICE.type == "cpu" and not interprets():
         pytest.skip("needs Triton's interpreter")
     cases = [
-        (place, shared, sharers)
+        (group, shared, sharers)
         for sharers in (1, 3, 7, 33, 41, 66, 132, 264, 299)
         for shared in (1, 5, sharers, 11 * sharers, 1009 * sharers, 131_073, 41_943_041)
-        for group in {0, 1, sharers // 3, sharers // 2, sharers - 1}
-        for place in {group * shared // sharers + offset for offset in (-1, 0, 1, 2)}
-        if 0 <= place <= shared
+        for group in {0, 1, sharers // 3, sharers // 2, sharers - 1, sharers}
     ]
     size = power_of_two(len(cases))
     cases += [(0, 1, 1)] * (size - len(cases))
     given_ = [
         torch.tensor(part, dtype=torch.int32, device=DEVICE) for part in zip(*cases, strict=True)
     ]
-    groups, starts = torch.empty((2, size), dtype=torch.int32, device=DEVICE)
-    groups_kernel[(1,)](*given_, groups, starts, N=size)
-    # Group c begins at c * shared / sharers, rounded up to a whole place.
-    expected = [
-        0 if place == 0 else (place - 1) * sharers // shared + 1 for place, shared, sharers in cases
-    ]
-    assert groups.tolist() == expected
-    assert starts.tolist() == [
-        cdiv(group * shared, sharers)
-        for group, (_, shared, sharers) in zip(expected, cases, strict=True)
-    ]
+    places = torch.empty(size, dtype=torch.int32, device=DEVICE)
+    places_kernel[(1,)](*given_, places, N=size)
+    assert places.tolist() == [cdiv(group * shared, sharers) for group, shared, sharers in cases]

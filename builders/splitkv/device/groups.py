@@ -128,7 +128,7 @@ class Shares(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The tensors of the plan, and the scratch of the kernel that writes it; all are int32."""
+    """The tensors of the plan, all int32."""
 
     rows_ptr: tl.tensor
     """``[work items, ROW_FIELDS]``, the work items."""
@@ -138,10 +138,6 @@ class Plan(NamedTuple):
     """``[NUM_GROUPS + 1, 2]``, work item and segment at which each group starts."""
     shares_ptr: tl.tensor
     """``[NUM_GROUPS, SHARE_FIELDS]``, the share of each group."""
-    row_ends_ptr: tl.tensor
-    """``[2 ** STEPS]`` of scratch, the end of each request's work items."""
-    names_ptr: tl.tensor
-    """``[NUM_GROUPS + 1, 2]`` of scratch, a work item at the first group that begins within it."""
 
 
 class PrefillTiles(NamedTuple):
@@ -163,17 +159,19 @@ class PrefillTiles(NamedTuple):
     """int, ``max_reqs`` rounded up to a power of two."""
 
 
-class Sizes(NamedTuple):
-    """Sizes of the kernel's tensors in registers, all powers of two, see :func:`plan_kernel`."""
+class Counts(NamedTuple):
+    """What a slice of the requests has to know of all requests: int32 scalars."""
 
-    REQS: tl.constexpr
-    """int, requests."""
-    STEPS: tl.constexpr
-    """int, binary logarithm of the most requests."""
-    GROUPS: tl.constexpr
-    """int, groups where each thread has some."""
-    LINES: tl.constexpr
-    """int, lines of groups, where each warp has some lines."""
+    num_rows: tl.tensor
+    """Work items of the step."""
+    rows_before: tl.tensor
+    """Work items of the requests before the slice."""
+    total: tl.tensor
+    """KV tiles of the step's work items."""
+    tiles_before: tl.tensor
+    """KV tiles of the requests before the slice."""
+    largest: tl.tensor
+    """Most KV tiles of a work item of the step."""
 
 
 class Rows(NamedTuple):
@@ -197,27 +195,3 @@ class Rows(NamedTuple):
     """Number of the segment group among the request's."""
     segment_groups: tl.tensor
     """Segment groups of the request."""
-
-
-class PlacedRows(NamedTuple):
-    """Work items of a turn; the first twelve fields are in the order of ROW_FIELDS."""
-
-    req: tl.tensor
-    token: tl.tensor
-    tokens: tl.tensor
-    kv_len: tl.tensor
-    first: tl.tensor
-    first_tile: tl.tensor
-    tiles: tl.tensor
-    place: tl.tensor
-    """Place of the first tile among all tiles of the step."""
-    part: tl.tensor
-    """First segment."""
-    parts: tl.tensor
-    """Number of segments."""
-    segment_group: tl.tensor
-    segment_groups: tl.tensor
-    ends: tl.tensor
-    """Place after the work item's last tile."""
-    turn_end: tl.tensor
-    """Place after the last tile of the turn, one number for each line."""

@@ -1,7 +1,6 @@
-"""Plans few work items: every warp has all of them, so no thread reads what another one stored.
+"""Plans work items in blocks that every warp has, so no thread reads what another one stored.
 
-Tensors have a line per warp and a column per thread of a warp. Work items that are more than a
-warp's threads come in several *turns*: each thread has one work item of every turn.
+Tensors of a block have a line per warp and a column per thread of a warp.
 """
 
 from __future__ import annotations
@@ -9,12 +8,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from builders.splitkv.device.groups import PlacedRows, Requests, Rows
+from builders.splitkv.device.groups import Requests
 from builders.splitkv.device.work_items import (
     FIELDS,
     SHARE_FIELDS,
     first_place,
-    request_at,
     rows_of,
     segments_of,
     sharing,
@@ -29,209 +27,154 @@ _WARP_STEPS = tl.constexpr(ONE_WARP.bit_length() - 1)
 
 
 @triton.jit
-def _of_row(rows, field: tl.constexpr, turn, lane, TURNS: tl.constexpr):
-    """Number ``field`` of the work items that are named by their ``turn`` and their ``lane``."""
-    found = tl.gather(rows[0][field], lane, 1)
-    for k in tl.static_range(1, TURNS):
-        found = tl.where(turn == k, tl.gather(rows[k][field], lane, 1), found)
-    return found
+def _four_of_row(fields, at):
+    """Four numbers of the work items in the columns ``at``."""
+    a, b, c, d = fields
+    return tl.gather(a, at, 1), tl.gather(b, at, 1), tl.gather(c, at, 1), tl.gather(d, at, 1)
 
 
 @triton.jit
-def _four_of_row(rows, first: tl.constexpr, turn, lane, TURNS: tl.constexpr):
-    """Numbers ``first`` to ``first + 3`` of the work items at ``turn`` and ``lane``."""
-    return (
-        _of_row(rows, first, turn, lane, TURNS), _of_row(rows, first + 1, turn, lane, TURNS),
-        _of_row(rows, first + 2, turn, lane, TURNS), _of_row(rows, first + 3, turn, lane, TURNS),
-    )  # fmt: skip
+def _rows_of_lanes(j, num_rows, is_one_each, req, req_rows, requests, rules):
+    """Work items ``j`` ``[LINES, threads of a warp]``, of which ``num_rows`` exist.
 
-
-@triton.jit
-def _rows_of_lanes(
-    j, num_rows, num_reqs, most_rows, req_rows, requests, rules, TURNS: tl.constexpr,
-    STEPS: tl.constexpr,
-):  # fmt: skip
-    """Work items ``j`` ``[LINES, threads of a warp]`` of a turn, a column for each thread.
-
-    Where there are several turns, each request has one work item. Returns
-    :class:`builders.splitkv.device.groups.Rows`: their places and segments are not known yet.
+    ``req`` and ``requests`` are the requests in the columns, and ``req_rows`` their numbers of work
+    items; ``is_one_each`` if work item ``j`` is the only one of the request in column ``j``.
+    Returns :class:`builders.splitkv.device.groups.Rows`.
     """
     begin, count, kv_len, segment_groups = requests
-    req, segment_group, skipped = j, j * 0, j * 0
-    if TURNS == 1:
-        if (most_rows > 1) | (num_rows != num_reqs):
-            # Count the requests whose work items end at or before ``j``: that is the request of
-            # ``j``.
-            req = j * 0
-            req_ends = tl.cumsum(req_rows, 1)
-            for step in tl.static_range(STEPS):
-                half = (1 << STEPS) >> (step + 1)
-                req += tl.where(tl.gather(req_ends, req + half - 1, 1) <= j, half, 0)
-            later = j - tl.gather(req_ends - req_rows, req, 1)
-            begin, count = tl.gather(begin, req, 1), tl.gather(count, req, 1)
-            kv_len, segment_groups = tl.gather(kv_len, req, 1), tl.gather(segment_groups, req, 1)
-            turn = later
-            if rules.tile.SEGMENTS_PER_GROUP:
-                # fp32 gives the right quotient of numbers up to a warp's threads.
-                turn = ((later.to(tl.float32) + 0.5) / segment_groups.to(tl.float32)).to(tl.int32)
-                segment_group = later - turn * segment_groups
-            skipped = turn * rules.tile.QUERY_TOKENS
+    segment_group, skipped = j * 0, j * 0
+    if not is_one_each:
+        # Count the requests whose work items end at or before ``j``: that is the request of ``j``.
+        at = j * 0
+        req_ends = tl.cumsum(req_rows, 1)
+        for step in tl.static_range(_WARP_STEPS):
+            half = IN_A_WARP >> (step + 1)
+            at += tl.where(tl.gather(req_ends, at + half - 1, 1) <= j, half, 0)
+        later = j - tl.gather(req_ends - req_rows, at, 1)
+        req, begin, count = tl.gather(req, at, 1), tl.gather(begin, at, 1), tl.gather(count, at, 1)
+        kv_len, segment_groups = tl.gather(kv_len, at, 1), tl.gather(segment_groups, at, 1)
+        turn = later
+        if rules.tile.SEGMENTS_PER_GROUP:
+            # fp32 gives the right quotient, since a request has far less than 2 ** 21 work items.
+            turn = ((later.to(tl.float32) + 0.5) / segment_groups.to(tl.float32)).to(tl.int32)
+            segment_group = later - turn * segment_groups
+        skipped = turn * rules.tile.QUERY_TOKENS
     found = Requests(begin=begin, count=count, kv_len=kv_len, segment_groups=segment_groups)
     return rows_of(j < num_rows, req, segment_group, skipped, found, rules)
 
 
 @triton.jit
-def _store_turns(rows_ptr, turns, num_rows, shares, lanes, line, rules, split):
-    """Store the work items of all turns, each turn by a warp of its own.
+def _plan_block(
+    plan, rows, first_row, live, stored, begun, is_first, num_rows, shares, rules, split,
+    LINES: tl.constexpr, HAS_ALL: tl.constexpr,
+):  # fmt: skip
+    """Store the work items of a block, and the shares that start in them.
 
-    ``turns`` has the :class:`builders.splitkv.device.groups.Rows` of each turn. Returns
-    :class:`builders.splitkv.device.groups.PlacedRows` for each turn.
+    The block has the work items from ``first_row`` on, and the tiles before them are ``begun``. All
+    ``live`` ``[LINES, threads of a warp]`` exist; those that are ``stored`` are this block's own.
+    The work item behind the own ones has to be there if it exists, since a share that is cut in the
+    last segment of the last one starts there. Shares behind all tiles belong to the block that
+    ``is_first``. HAS_ALL: this is the only block. Returns the tiles up to the block's end.
     """
-    placed = ()
-    begun = line * 0
-    for k in tl.static_range(len(turns)):
-        j = k * IN_A_WARP + lanes
-        live = j < num_rows
-        rows = Rows(*turns[k])
-        taken = tl.where(live, (rows.tiles + shares.cost) * split.HEAD_LOOPS, 0)
-        ends = begun + tl.cumsum(taken, 1)
-        begun += tl.sum(taken, 1, keep_dims=True)
-        place = ends - taken + shares.cost
-        tiles = tl.maximum(rows.tiles, 1)
-        part, parts = segments_of(rows.first_tile, tiles, rules.tile.SEGMENT_UNIT)
-        mine = live & (line == k)
-        store_four(rows_ptr, j, FIELDS, 0, mine, rows.req, rows.token, rows.tokens, rows.kv_len)
-        store_four(rows_ptr, j, FIELDS, 4, mine, rows.first, rows.first_tile, tiles, place)
-        store_four(
-            rows_ptr, j, FIELDS, 8, mine, part, parts, rows.segment_group, rows.segment_groups
-        )
-        stored = PlacedRows(
-            req=rows.req, token=rows.token, tokens=rows.tokens, kv_len=rows.kv_len,
-            first=rows.first, first_tile=rows.first_tile, tiles=tiles, place=place, part=part,
-            parts=parts, segment_group=rows.segment_group, segment_groups=rows.segment_groups,
-            ends=ends, turn_end=begun,
-        )  # fmt: skip
-        placed += (stored,)  # type: ignore[assignment]
-    return placed
+    LANES: tl.constexpr = IN_A_WARP
+    line = tl.arange(0, LINES)[:, None]
+    lane = line * 0 + tl.arange(0, LANES)[None, :]
+    taken = tl.where(live, (rows.tiles + shares.cost) * split.HEAD_LOOPS, 0)
+    ends = begun + tl.cumsum(taken, 1)
+    place = ends - taken + shares.cost
+    tiles = tl.maximum(rows.tiles, 1)
+    part, parts = segments_of(rows.first_tile, tiles, rules.tile.SEGMENT_UNIT)
+    head = rows.req, rows.token, rows.tokens, rows.kv_len
+    keys = rows.first, rows.first_tile, tiles, place
+    tail = part, parts, rows.segment_group, rows.segment_groups
+    mine, j = stored & (line == 0), first_row + lane
+    store_four(plan.rows_ptr, j, FIELDS, 0, mine, head[0], head[1], head[2], head[3])
+    store_four(plan.rows_ptr, j, FIELDS, 4, mine, keys[0], keys[1], keys[2], keys[3])
+    store_four(plan.rows_ptr, j, FIELDS, 8, mine, tail[0], tail[1], tail[2], tail[3])
+    c = line * LANES + lane
+    position = first_place(c, shares.shared, shares.sharers)
+    owned = c <= split.NUM_GROUPS
+    past = begun
+    if not HAS_ALL:
+        past += tl.sum(tl.where(stored, taken, 0), 1, keep_dims=True)
+        is_here = (position >= begun) & (position < past)
+        owned = owned & (is_here | ((position >= shares.total) & is_first))
+    at = c * 0
+    for step in tl.static_range(_WARP_STEPS):
+        half = LANES >> (step + 1)
+        at += tl.where(tl.gather(ends, at + half - 1, 1) <= position, half, 0)
+    _, first_tile, row_tiles, row_place = _four_of_row(keys, at)
+    start, segment = start_from(
+        first_row + at, position, position < shares.total, row_place, first_tile, row_tiles,
+        shares.cost, num_rows, rules.tile.SEGMENT_UNIT, split,
+    )  # fmt: skip
+    # A share holds the start of the next one too, which that one's thread stores.
+    real = owned & (c < split.NUM_GROUPS)
+    store_two(plan.starts_ptr, c, 2, owned, start, segment)
+    store_two(plan.shares_ptr, c, SHARE_FIELDS, real, start, segment)
+    before = plan.shares_ptr + 2 - SHARE_FIELDS
+    store_two(before, c, SHARE_FIELDS, owned & (c > 0), start, segment)
+    real = real & (start < num_rows * split.HEAD_LOOPS)
+    if not split.DEPENDS_ON_BATCH:
+        at = tl.minimum(tl.maximum(start // split.HEAD_LOOPS - first_row, 0), LANES - 1)
+    w, x, y, z = _four_of_row(head, at)
+    store_four(plan.shares_ptr, c, SHARE_FIELDS, 4, real, w, x, y, z)
+    w, x, y, z = _four_of_row(keys, at)
+    store_four(plan.shares_ptr, c, SHARE_FIELDS, 8, real, w, x, y, z)
+    w, x, y, z = _four_of_row(tail, at)
+    store_four(plan.shares_ptr, c, SHARE_FIELDS, 12, real, w, x, y, z)
+    return past
 
 
 @triton.jit
 def plan_few(
-    batch, plan, num_rows, most_rows, req_rows, turns, rules, split, LINES: tl.constexpr,
-    TURNS: tl.constexpr, STEPS: tl.constexpr,
-):  # fmt: skip
-    """Plan few work items: every warp has all of them, and each thread has one of every turn.
+    batch, plan, num_rows, most_rows, req_rows, requests, rules, split, LINES: tl.constexpr
+):
+    """Plan a step of no more requests and work items than a warp has threads.
 
-    With one turn, there are no more requests and work items than a warp has threads. With more
-    turns, every request has one work item. ``turns`` holds the
-    :class:`builders.splitkv.device.groups.Requests` of each turn. ``req_rows`` are the work items
-    of each request of the first turn; with more turns they are not read. ``num_rows`` is the sum of
-    all requests' work items and ``most_rows`` the most of a request.
-
-    Tensors have a line for each warp, ``[LINES, threads of a warp]`` int32, so that an operation
-    along a line stays within the warp.
+    ``req_rows`` ``[LINES, threads of a warp]`` int32 are the work items of each of the
+    ``requests``, ``num_rows`` their sum and ``most_rows`` the most of a request.
     """
-    lane = tl.arange(0, IN_A_WARP)[None, :]
     line = tl.arange(0, LINES)[:, None]
-    lanes = line * 0 + lane
-    found = ()
-    total, fewest, largest = line * 0, line * 0 + batch.max_kv_len + 1, line * 0 + 1
-    for k in tl.static_range(TURNS):
-        j = k * IN_A_WARP + lanes
-        rows = _rows_of_lanes(
-            j, num_rows, batch.num_reqs, most_rows, req_rows, turns[k], rules, TURNS, STEPS
-        )
-        found += (rows,)  # type: ignore[assignment]
-        total += tl.sum(rows.tiles, 1, keep_dims=True)
-        least = tl.where(j < num_rows, rows.tiles, batch.max_kv_len + 1)
-        fewest = tl.minimum(fewest, tl.min(least, 1, keep_dims=True))
-        largest = tl.maximum(largest, tl.max(rows.tiles, 1, keep_dims=True))
-    shares = sharing(total, fewest, largest, num_rows, split)
+    lane = line * 0 + tl.arange(0, IN_A_WARP)[None, :]
+    is_one_each = (most_rows <= 1) & (num_rows == batch.num_reqs)
+    rows = _rows_of_lanes(lane, num_rows, is_one_each, lane, req_rows, requests, rules)
+    total = tl.sum(rows.tiles, 1, keep_dims=True)
+    largest = tl.max(rows.tiles, 1, keep_dims=True)
+    shares = sharing(total, largest, num_rows, split)
     once = (line == 0) & (lane < 2)
-    tl.store(plan.total_ptr + lanes, tl.where(lane == 0, num_rows, shares.shared), mask=once)
-    placed = _store_turns(plan.rows_ptr, found, num_rows, shares, lanes, line, rules, split)
-    _share_turns(batch, plan, placed, lane, line, num_rows, shares, rules, split, LINES, TURNS)
-
-
-@triton.jit
-def _share_turns(
-    batch, plan, placed, lane, line, num_rows, shares, rules, split, LINES: tl.constexpr,
-    TURNS: tl.constexpr,
-):  # fmt: skip
-    """Store where every group starts, and its share, from work items that every warp has.
-
-    ``placed`` has the :class:`builders.splitkv.device.groups.PlacedRows` of each turn. A share
-    holds the start of the next group too. The last thread of a warp computes that for the thread
-    before it, and stores nothing: its group is the next warp's first.
-    """
-    LANES: tl.constexpr = IN_A_WARP
-    c = line * (LANES - 1) + lane
-    own = lane < LANES - 1
-    position = first_place(c, shares.shared, shares.sharers)
-    of = c * 0
-    for k in tl.static_range(TURNS - 1):
-        of += (PlacedRows(*placed[k]).turn_end <= position).to(tl.int32)
-    at = c * 0
-    for step in tl.static_range(_WARP_STEPS):
-        half = LANES >> (step + 1)
-        ends = _of_row(placed, FIELDS, of, at + half - 1, TURNS)
-        at += tl.where(ends <= position, half, 0)
-    _, first_tile, tiles, place = _four_of_row(placed, 4, of, at, TURNS)
-    start, segment = start_from(
-        of * LANES + at, position, (c <= split.NUM_GROUPS) & (position < shares.total), place,
-        first_tile, tiles, shares.cost, num_rows, rules.tile.SEGMENT_UNIT, split,
-    )  # fmt: skip
-    store_two(plan.starts_ptr, c, own & (c <= split.NUM_GROUPS), start, segment)
-    following = tl.minimum(line * 0 + lane + 1, LANES - 1)
-    stop, stop_segment = tl.gather(start, following, 1), tl.gather(segment, following, 1)
-    real = own & (c < split.NUM_GROUPS)
-    store_four(plan.shares_ptr, c, SHARE_FIELDS, 0, real, start, segment, stop, stop_segment)
-    real = real & (start < num_rows * split.HEAD_LOOPS)
-    if not split.DEPENDS_ON_BATCH:
-        row = tl.minimum(start // split.HEAD_LOOPS, TURNS * LANES - 1)
-        of, at = row // LANES, row % LANES
-    if TURNS == 1:
-        for part in tl.static_range(FIELDS // 4):
-            w, x, y, z = _four_of_row(placed, 4 * part, of, at, TURNS)
-            store_four(plan.shares_ptr, c, SHARE_FIELDS, 4 * part + 4, real, w, x, y, z)
-    else:
-        # Tensors get one dimension, which leaves the compiler no choice of the dimension to load
-        # along.
-        place = tl.reshape(_of_row(placed, 7, of, at, TURNS), [LINES * LANES])
-        req = tl.reshape(of * LANES + at, [LINES * LANES])
-        c, real = tl.reshape(c, [LINES * LANES]), tl.reshape(real, [LINES * LANES])
-        _store_recomputed(batch, plan.shares_ptr, c, real, req, place, rules)
-
-
-@triton.jit
-def _store_recomputed(batch, shares_ptr, c, real, req, place, rules):
-    """Store in the shares of groups ``c`` the only work item of each request ``req``.
-
-    With several turns every number would take an exchange per turn. So the work item is computed
-    again from its request. Only its ``place`` is exchanged. Tensors have one dimension.
-    """
-    begin, count, kv_len = request_at(req, real, batch)
-    requests = Requests(begin=begin, count=count, kv_len=kv_len, segment_groups=c * 0 + 1)
-    rows = rows_of(real, req, c * 0, c * 0, requests, rules)
-    tiles = tl.maximum(rows.tiles, 1)
-    part, parts = segments_of(rows.first_tile, tiles, rules.tile.SEGMENT_UNIT)
-    store_four(shares_ptr, c, SHARE_FIELDS, 4, real, req, rows.token, rows.tokens, kv_len)
-    store_four(shares_ptr, c, SHARE_FIELDS, 8, real, rows.first, rows.first_tile, tiles, place)
-    store_four(
-        shares_ptr, c, SHARE_FIELDS, 12, real, part, parts, rows.segment_group, rows.segment_groups
+    tl.store(plan.total_ptr + lane, tl.where(lane == 0, num_rows, shares.shared), mask=once)
+    live = lane < num_rows
+    _plan_block(
+        plan, rows, 0, live, live, line * 0, True, num_rows, shares, rules, split, LINES, True
     )
 
 
 @triton.jit
-def requests_by_warp(batch, LINES: tl.constexpr, TURNS: tl.constexpr):
-    """Requests of one work item each, as :func:`plan_few` takes them: every warp loads them all."""
+def plan_slice(
+    plan, counts, own_rows, known_rows, is_one_each, req, req_rows, requests, is_first, rules,
+    split, LINES: tl.constexpr,
+):  # fmt: skip
+    """Plan the work items of a slice of the requests, and the shares that start in them.
+
+    ``counts`` are the :class:`builders.splitkv.device.groups.Counts` of the step and of the slice.
+    ``req`` and ``requests`` ``[LINES, threads of a warp]`` have ``req_rows`` work items each, which
+    are ``known_rows`` together: the slice's ``own_rows``, and the one behind them if there is one.
+    ``is_one_each``: every request has one. The slice that ``is_first`` stores what belongs to none.
+    """
     line = tl.arange(0, LINES)[:, None] * 0
-    lanes = line + tl.arange(0, IN_A_WARP)[None, :]
-    turns = ()
-    for k in tl.static_range(TURNS):
-        i = k * IN_A_WARP + lanes
-        begin, count, kv_len = request_at(i, i < batch.num_reqs, batch)
-        one = i * 0 + 1
-        requests = Requests(begin=begin, count=count, kv_len=kv_len, segment_groups=one)
-        turns += (requests,)  # type: ignore[assignment]
-    return turns
+    lane = line + tl.arange(0, IN_A_WARP)[None, :]
+    shares = sharing(counts.total, counts.largest, counts.num_rows, split)
+    tl.store(plan.total_ptr, counts.num_rows, mask=is_first)
+    tl.store(plan.total_ptr + 1, shares.shared, mask=is_first)
+    begun = line + (counts.tiles_before + shares.cost * counts.rows_before) * split.HEAD_LOOPS
+    # The first slice takes the shares behind all tiles even if it has no work items.
+    planned = tl.where(is_first, tl.maximum(own_rows, 1), own_rows)
+    for block in range(0, planned, IN_A_WARP - 1):
+        j = block + lane
+        rows = _rows_of_lanes(j, known_rows, is_one_each, req, req_rows, requests, rules)
+        stored = (j < own_rows) & (lane < IN_A_WARP - 1)
+        begun = _plan_block(
+            plan, rows, counts.rows_before + block, j < known_rows, stored, begun,
+            is_first & (block == 0), counts.num_rows, shares, rules, split, LINES, False,
+        )  # fmt: skip

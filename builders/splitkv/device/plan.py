@@ -10,27 +10,23 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from builders.splitkv.device.across_warps import plan_many
 from builders.splitkv.device.groups import (
     Batch,
+    Counts,
     Mask,
     Plan,
     PrefillTiles,
     Requests,
     Rules,
-    Sizes,
     Split,
     Stripe,
     Tile,
 )
-from builders.splitkv.device.in_one_warp import IN_A_WARP, plan_few, requests_by_warp
-from builders.splitkv.device.work_items import request_at, segment_groups_of
+from builders.splitkv.device.in_one_warp import IN_A_WARP, plan_few, plan_slice
+from builders.splitkv.device.work_items import request_at, segment_groups_of, tiles_of_tokens
+from builders.splitkv.record import SLICE
 
-_MOST_TURNS = tl.constexpr(4)
-"""Most turns, each of as many requests as a warp has threads, that every warp plans by itself."""
-_MOST_LINES = tl.constexpr(8)
-"""Most lines of groups where requests take several turns: a thread holds every turn once for each
-of its lines."""
+_SLICE = tl.constexpr(SLICE)
 
 
 @triton.jit
@@ -51,105 +47,135 @@ def _store_tiles(starts_ptr, i, tile_ends, num_tiles, prefill):
 
 
 @triton.jit
-def _three_added(a, b, c, d, e, f):
-    return a + d, b + e, c + f
+def _plan_prefill(count, prefill):
+    """Store where the prefill tiles of each request start, for both kernels.
 
-
-@triton.jit
-def _counted(a, b, c, d, e, f, g, h):
-    return a + e, tl.maximum(b, f), c + g, d + h
-
-
-@triton.jit
-def _tiles_of_long(count, prefill):
-    """Prefill tiles of each request of more than ``decode_max`` query tokens; 0 for others.
-
-    ``count`` ``[REQS]`` int32 are the query tokens. Returns the tiles of the portable kernel, and
-    of the Hopper kernel unless there is none.
+    ``count`` ``[REQS]`` int32 are the query tokens. Only requests of more than ``decode_max`` have
+    tiles.
     """
+    i = tl.arange(0, count.shape[0])
     is_long = count > prefill.decode_max
     tiles = tl.where(is_long, tl.cdiv(count, prefill.TILE), 0)
     others = tiles
     if prefill.HOPPER_TILE > 0:
         others = tl.where(is_long, tl.cdiv(count, prefill.HOPPER_TILE), 0)
-    return tiles, others
+    tile_ends, other_ends = tiles, others
+    num_tiles, num_others = tl.sum(tiles, 0), tl.sum(others, 0)
+    if num_tiles > 0:
+        tile_ends, other_ends = tl.cumsum(tiles, 0), tl.cumsum(others, 0)
+    _store_tiles(prefill.starts_ptr, i, tile_ends, num_tiles, prefill)
+    if prefill.HOPPER_TILE > 0:
+        _store_tiles(prefill.hopper_starts_ptr, i, other_ends, num_others, prefill)
 
 
 @triton.jit
-def _sums_of_requests(rows, tiles, others, WITHIN: tl.constexpr):
-    """The sum of work items, the most work items of a request, and the sums of both kinds of tiles.
+def _query_tiles(count, prefill, rules):
+    """Tiles of query tokens of each request that has work items; 0 for others."""
+    is_decode = (count > 0) & (count <= prefill.decode_max)
+    return tl.where(is_decode, tl.cdiv(count, rules.tile.QUERY_TOKENS), 0)
 
-    WITHIN: all requests are in one warp, so four reductions need no barrier. Otherwise one
-    reduction computes all four, so that warps exchange numbers once.
+
+@triton.jit
+def _combined(a, b, c, d, e, f, g, h, i, j, k, m, n, o):
+    return a + h, b + i, c + j, d + k, tl.maximum(e, m), tl.maximum(f, n), tl.minimum(g, o)
+
+
+@triton.jit
+def _combined_tiles(a, b, c, d, e, f):
+    return a + d, b + e, tl.maximum(c, f)
+
+
+@triton.jit
+def _count(batch, begin, end, prefill, rules, REQS: tl.constexpr):
+    """Count the work items of all requests, and those before request ``begin``.
+
+    One reduction counts all, so that warps exchange numbers once. Returns
+    :class:`builders.splitkv.device.groups.Counts`, and the first request from ``end`` on that has
+    work items.
     """
-    if WITHIN:
-        num_rows = tl.sum(rows, 0)
-        most_rows = tl.max(rows, 0)
-        num_tiles = tl.sum(tiles, 0)
-        num_others = tl.sum(others, 0)
-    else:
-        num_rows, most_rows, num_tiles, num_others = tl.reduce(
-            (rows, rows, tiles, others), 0, _counted
+    i = tl.arange(0, REQS)
+    token, count, kv_len = request_at(i, i < batch.num_reqs, batch)
+    segment_groups = segment_groups_of(kv_len, rules)
+    query_tiles = _query_tiles(count, prefill, rules)
+    requests = Requests(begin=token, count=count, kv_len=kv_len, segment_groups=segment_groups)
+    rows = query_tiles * segment_groups
+    tiles, most = tiles_of_tokens(query_tiles > 0, i * 0, requests, rules)
+    num_rows, rows_before, total, before, largest, most_tiles, following = tl.reduce(
+        (
+            rows, tl.where(i < begin, rows, 0), tiles, tl.where(i < begin, tiles, 0), most,
+            query_tiles, tl.where((i >= end) & (rows > 0), i, batch.num_reqs),
+        ), 0, _combined
+    )  # fmt: skip
+    if most_tiles > 1:
+        for k in range(1, most_tiles):
+            skipped = k * rules.tile.QUERY_TOKENS
+            more, most_more = tiles_of_tokens(k < query_tiles, i * 0 + skipped, requests, rules)
+            tiles += more
+            most = tl.maximum(most, most_more)
+        total, before, largest = tl.reduce(
+            (tiles, tl.where(i < begin, tiles, 0), most), 0, _combined_tiles
         )
-    return num_rows, most_rows, num_tiles, num_others
+    counts = Counts(
+        num_rows=num_rows, rows_before=rows_before, total=total, tiles_before=before,
+        largest=tl.maximum(largest, 1),
+    )  # fmt: skip
+    return counts, following
 
 
 @triton.jit
-def plan_step(batch, rules, split, plan, prefill, sizes):
-    """Plan a step: a warp by itself where there are few work items, else all warps together.
+def plan_step(
+    batch, rules, split, plan, prefill, REQS: tl.constexpr, LINES: tl.constexpr
+):  # fmt: skip
+    """Plan a step: one program plans few requests, else each of several programs a slice of them.
+
+    Programs tell one another nothing: each counts the work items of all requests.
 
     The arguments are the structures of :mod:`builders.splitkv.device.groups`. See
     :func:`plan_kernel` for what is written.
     """
-    REQS: tl.constexpr = sizes.REQS
-    i = tl.arange(0, REQS)
-    begin, count, kv_len = request_at(i, i < batch.num_reqs, batch)
-    TURNS: tl.constexpr = (1 << sizes.STEPS) // IN_A_WARP
-    TAKES_TURNS: tl.constexpr = (
-        REQS > IN_A_WARP and TURNS > 1 and TURNS <= _MOST_TURNS and sizes.LINES <= _MOST_LINES
-    )
-    if TAKES_TURNS:
-        # These loads are under way while the sums are computed.
-        turns = requests_by_warp(batch, sizes.LINES, TURNS)
-    segment_groups = segment_groups_of(kv_len, rules)
-    is_decode = (count > 0) & (count <= prefill.decode_max)
-    req_rows = tl.where(is_decode, tl.cdiv(count, rules.tile.QUERY_TOKENS) * segment_groups, 0)
-    tiles, others = _tiles_of_long(count, prefill)
-    num_rows, most_rows, num_tiles, num_others = _sums_of_requests(
-        req_rows, tiles, others, REQS <= IN_A_WARP
-    )
-    if TAKES_TURNS and (most_rows <= 1) & (num_rows == batch.num_reqs):
-        plan_few(
-            batch, plan, num_rows, most_rows, 0, turns, rules, split, sizes.LINES, TURNS,
-            sizes.STEPS,
-        )  # fmt: skip
-        # No request has a long query here, so there are no prefill tiles to sum.
-        tile_ends, other_ends = tiles, others
-    elif REQS <= IN_A_WARP and num_rows <= IN_A_WARP:
-        line = tl.arange(0, sizes.LINES)[:, None] * 0
-        every = Requests(
+    SLICES: tl.constexpr = REQS > IN_A_WARP
+    if SLICES and tl.program_id(0) == 0:
+        every = tl.arange(0, REQS)
+        _plan_prefill(request_at(every, every < batch.num_reqs, batch)[1], prefill)
+    else:
+        lane = tl.arange(0, IN_A_WARP)
+        req, own, is_first = lane, lane < IN_A_WARP, True
+        if SLICES:
+            first = (tl.program_id(0) - 1) * _SLICE
+            counts, following = _count(batch, first, first + _SLICE, prefill, rules, REQS)
+            own, is_first = lane < _SLICE, first == 0
+            req = tl.where(own, first + lane, following)
+        real = req < batch.num_reqs
+        begin, count, kv_len = request_at(req, real, batch)
+        segment_groups = segment_groups_of(kv_len, rules)
+        req_rows = _query_tiles(count, prefill, rules) * segment_groups
+        req_rows = tl.where(own, req_rows, tl.minimum(req_rows, 1))
+        line = tl.arange(0, LINES)[:, None] * 0
+        requests = Requests(
             begin=begin[None, :] + line, count=count[None, :] + line, kv_len=kv_len[None, :] + line,
             segment_groups=segment_groups[None, :] + line,
         )  # fmt: skip
-        plan_few(
-            batch, plan, num_rows, most_rows, req_rows[None, :] + line, (every,), rules, split,
-            sizes.LINES, 1, sizes.STEPS,
-        )  # fmt: skip
-        tile_ends, other_ends = tiles, others
-        if num_tiles > 0:
-            tile_ends, other_ends = tl.cumsum(tiles, 0), tl.cumsum(others, 0)
-    else:
-        req_ends, tile_ends, other_ends = tl.associative_scan(
-            (req_rows, tiles, others), 0, _three_added
-        )
-        requests = Requests(begin=begin, count=count, kv_len=kv_len, segment_groups=segment_groups)
-        plan_many(
-            batch, plan, num_rows, most_rows, req_ends, req_rows, requests, rules, split, sizes
-        )
-    # Stored last, since nothing in this kernel depends on these.
-    _store_tiles(prefill.starts_ptr, i, tile_ends, num_tiles, prefill)
-    if prefill.HOPPER_TILE > 0:
-        _store_tiles(prefill.hopper_starts_ptr, i, other_ends, num_others, prefill)
+        reqs, rows = req[None, :] + line, req_rows[None, :] + line
+        # Each warp has all of these, so the sums take no barrier.
+        num_rows, most_rows = tl.sum(req_rows, 0), tl.max(req_rows, 0)
+        if SLICES:
+            own_rows = tl.sum(tl.where(own, req_rows, 0), 0)
+            is_one_each = (most_rows == 1) & (tl.min(tl.where(real, req_rows, 1), 0) == 1)
+            plan_slice(
+                plan, counts, own_rows, num_rows, is_one_each, reqs, rows, requests, is_first,
+                rules, split, LINES,
+            )  # fmt: skip
+        else:
+            if num_rows <= IN_A_WARP:
+                plan_few(batch, plan, num_rows, most_rows, rows, requests, rules, split, LINES)
+            else:
+                counts, _ = _count(batch, 0, IN_A_WARP, prefill, rules, REQS)
+                plan_slice(
+                    plan, counts, num_rows, num_rows, False, reqs, rows, requests, is_first, rules,
+                    split, LINES,
+                )  # fmt: skip
+            # Stored last, since nothing in this kernel depends on these.
+            _plan_prefill(count, prefill)
 
 
 _VARYING = [
@@ -179,8 +205,6 @@ def plan_kernel(
     shares_ptr,
     prefill_starts_ptr,
     hopper_starts_ptr,
-    row_ends_ptr,
-    names_ptr,
     num_reqs,
     max_reqs,
     max_kv_len,
@@ -204,16 +228,14 @@ def plan_kernel(
     SEGMENTS_PER_GROUP: tl.constexpr,
     MOST_REQS: tl.constexpr,
     REQS: tl.constexpr,
-    STEPS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
-    GROUPS: tl.constexpr,
     LINES: tl.constexpr,
     DEPENDS_ON_BATCH: tl.constexpr,
     LEAST: tl.constexpr,
     ROW_COST: tl.constexpr,
     WAITS: tl.constexpr,
 ):
-    """Plan a step by one program: work items, and where each group of programs starts.
+    """Plan a step: work items, and where each group of programs starts.
 
     Tensors, all int32. Read: seq_lens ``[R]``; query_start ``[R + 1]``. Written:
 
@@ -226,12 +248,9 @@ def plan_kernel(
     - hopper_starts ``[max_reqs + 1]``: first tile of each request for the Hopper prefill kernel,
       not written if HOPPER_TILE is 0.
 
-    Scratch: row_ends ``[2 ** STEPS]``; names ``[NUM_GROUPS + 1, 2]``, with the strides of starts so
-    that the same thread has a group in both.
-
-    Sizes: there are at most ``2 ** STEPS`` requests. REQS, GROUPS and LINES are powers of two. REQS
-    is 32, or at least the number of the program's threads. GROUPS is at least that number too, and
-    at least NUM_GROUPS + 1. A line has 31 groups, and there are at least as many LINES as warps.
+    Sizes: there are at most REQS requests, a power of two. With 32, one program plans them all; with
+    more, the first program stores where prefill tiles start, and each further one plans a slice of
+    SLICE requests. A line has 32 groups, and LINES, a power of two, hold NUM_GROUPS + 1.
 
     Switches: TRIM: no query sees past itself. DCP: keys are one rank's keys, in their order on that
     rank, while lengths and positions of work items are the request's. SEGMENTS_PER_GROUP: segments
@@ -267,11 +286,11 @@ def plan_kernel(
         ),
         Plan(
             rows_ptr=rows_ptr, total_ptr=total_ptr, starts_ptr=starts_ptr, shares_ptr=shares_ptr,
-            row_ends_ptr=row_ends_ptr, names_ptr=names_ptr,
         ),
         PrefillTiles(
             starts_ptr=prefill_starts_ptr, hopper_starts_ptr=hopper_starts_ptr, max_reqs=max_reqs,
             decode_max=decode_max, TILE=PREFILL_TILE, HOPPER_TILE=HOPPER_TILE, MOST_REQS=MOST_REQS,
         ),
-        Sizes(REQS=REQS, STEPS=STEPS, GROUPS=GROUPS, LINES=LINES),
+        REQS,
+        LINES,
     )  # fmt: skip

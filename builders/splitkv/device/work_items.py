@@ -1,8 +1,6 @@
 """Work items of a step's plan on the device: their keys, their shares among programs, their stores.
 
-A work item is a ``row`` in names, and a segment group a ``segment_group``. Both ways to plan call
-these functions: :mod:`builders.splitkv.device.in_one_warp` and
-:mod:`builders.splitkv.device.across_warps`.
+A work item is a ``row`` in names, and a segment group a ``segment_group``.
 """
 
 from __future__ import annotations
@@ -53,12 +51,7 @@ def rows_of(live, req, segment_group, skipped, requests, rules):
         rules.mask.WINDOW, rules.mask.CHUNK, False, False,
     )  # fmt: skip
     first_tile = start // rules.tile.KV_TILE
-    stop = requests.kv_len
-    if rules.mask.TRIM:
-        stop = tl.minimum(requests.kv_len, last + 1)
-    if rules.stripe.DCP:
-        stop = local_len(stop, rules.stripe.size, rules.stripe.rank, rules.stripe.interleave)
-    stop_tile = tl.cdiv(stop, rules.tile.KV_TILE)
+    stop_tile = _stop_tile(last + 1, requests.kv_len, rules)
     if rules.tile.SEGMENTS_PER_GROUP:
         first_tile, past = _tiles_of_group(segment_group, rules)
         stop_tile = tl.minimum(stop_tile, past)
@@ -72,6 +65,35 @@ def rows_of(live, req, segment_group, skipped, requests, rules):
 
 
 @triton.jit
+def tiles_of_tokens(live, skipped, requests, rules):
+    """KV tiles of all work items of some tokens of each request, and the most of one of them.
+
+    The tokens follow the request's ``skipped`` first ones. Both are 0 where not ``live``.
+    """
+    rows = rows_of(live, skipped, skipped * 0, skipped, requests, rules)
+    tiles, most = rows.tiles, rows.tiles
+    if rules.tile.SEGMENTS_PER_GROUP:
+        # Segment groups before the last one with keys are full and grow, and each one behind it
+        # counts as one tile.
+        tiles = tl.maximum(_stop_tile(rows.first + rows.tokens, requests.kv_len, rules), 1)
+        last = segment_of((tiles - 1) * rules.tile.SEGMENT_UNIT) // rules.tile.SEGMENTS_PER_GROUP
+        first_tile, _ = _tiles_of_group(last, rules)
+        full, _ = _tiles_of_group(tl.maximum(last - 1, 0), rules)
+        most = tl.maximum(tiles - first_tile, first_tile - full)
+        tiles += requests.segment_groups - 1 - last
+    return tl.where(live, tiles, 0), tl.where(live, most, 0)
+
+
+@triton.jit
+def _stop_tile(stop, kv_len, rules):
+    """The tile after the last one that tokens before position ``stop`` see."""
+    stop = tl.minimum(kv_len, stop) if rules.mask.TRIM else kv_len
+    if rules.stripe.DCP:
+        stop = local_len(stop, rules.stripe.size, rules.stripe.rank, rules.stripe.interleave)
+    return tl.cdiv(stop, rules.tile.KV_TILE)
+
+
+@triton.jit
 def _tiles_of_group(segment_group, rules):
     """First KV tile of segment groups, and the tile after their last one."""
     first = segment_start(segment_group * rules.tile.SEGMENTS_PER_GROUP)
@@ -81,28 +103,11 @@ def _tiles_of_group(segment_group, rules):
 
 
 @triton.jit
-def row_after(segment_group, skipped, segment_groups, rules):
-    """Segment group and skipped tokens of the next work item.
-
-    All segment groups of some tokens come before the next tokens.
-    """
-    if rules.tile.SEGMENTS_PER_GROUP:
-        segment_group += 1
-        is_last = segment_group == segment_groups
-        segment_group = tl.where(is_last, 0, segment_group)
-        skipped += tl.where(is_last, rules.tile.QUERY_TOKENS, 0)
-    else:
-        skipped += rules.tile.QUERY_TOKENS
-    return segment_group, skipped
-
-
-@triton.jit
-def _shared_tiles(total, least, most, num_groups):
+def _shared_tiles(total, length, is_even, num_groups):
     """KV tiles that groups share evenly, see :func:`builders.splitkv.host_twin.shared_tiles`.
 
-    ``least`` and ``most`` are the fewest and the most tiles of a work item.
+    ``length`` is the most tiles of a work item; ``is_even`` if every work item has as many.
     """
-    length = most
     most = tl.minimum(length, (length * 0 + _MOST_SHARED) // num_groups)
     wave = num_groups * most
     few = total < wave
@@ -111,46 +116,33 @@ def _shared_tiles(total, least, most, num_groups):
     times += tl.where(few, 0, 1)
     share = tl.where(few, tl.cdiv(most, times), times * most)
     shared = share * num_groups
-    even = (least == length) & (length == most) & (total <= _MOST_SHARED)
+    even = is_even & (length == most) & (total <= _MOST_SHARED)
     even = even & (shared - total <= total // _WASTE)
     return tl.where(even, shared, total)
 
 
 @triton.jit
-def sharing(total, fewest, largest, num_rows, split):
+def sharing(total, largest, num_rows, split):
     """The :class:`builders.splitkv.device.groups.Shares` of a step.
 
     They follow from the tiles of all ``num_rows`` work items (argument ``total``), and from the
-    ``fewest`` and the ``largest`` number of tiles of one work item. ``split`` is a
+    ``largest`` number of tiles of one work item. ``split`` is a
     :class:`builders.splitkv.device.groups.Split`.
 
     Group c owns the segments that start in ``[c * shared / sharers, (c + 1) * shared / sharers)``.
     """
+    is_even = total == largest.to(tl.int64) * num_rows
     cost = 0
     if split.ROW_COST > 0:
         # Work items of one length are cut into equal parts: each share has as many beginnings.
-        cost = tl.where(fewest == largest, 0, split.ROW_COST)
+        cost = tl.where(is_even, 0, split.ROW_COST)
     total = (total + cost * num_rows) * split.HEAD_LOOPS
     sharers = split.NUM_GROUPS
     if split.DEPENDS_ON_BATCH:
         # Arrivals of groups are counted, and a group without a tile would never arrive.
         sharers = tl.maximum(tl.minimum(split.NUM_GROUPS, total // split.LEAST), 1)
-    shared = _shared_tiles(total, fewest, largest, sharers)
+    shared = _shared_tiles(total, largest, is_even, sharers)
     return Shares(cost=cost, total=total, sharers=sharers, shared=shared)
-
-
-@triton.jit
-def first_group(place, shared, sharers):
-    """The first group whose share begins at ``place`` among the tiles, or behind it."""
-    # The product takes 64 bits, and a division of 64 bits is slow. So fp32 guesses the quotient to
-    # within one, which it can since there are fewer groups than fp32 has whole numbers.
-    before = tl.maximum(place - 1, 0)
-    product = before.to(tl.int64) * sharers
-    shared = tl.maximum(shared, 1)
-    group = (before.to(tl.float32) * (sharers / shared.to(tl.float32))).to(tl.int32)
-    group -= (group.to(tl.int64) * shared > product).to(tl.int32)
-    group += ((group + 1).to(tl.int64) * shared <= product).to(tl.int32)
-    return tl.where(place > 0, group + 1, 0)
 
 
 @triton.jit
@@ -165,19 +157,6 @@ def segments_of(first_tile, tiles, SEGMENT_UNIT: tl.constexpr):
     """The first segment of work items, and their number of segments."""
     part = segment_of(first_tile * SEGMENT_UNIT)
     return part, segment_of((first_tile + tiles - 1) * SEGMENT_UNIT) + 1 - part
-
-
-@triton.jit
-def store_rows(rows_ptr, live, j, rows, place, SEGMENT_UNIT: tl.constexpr):
-    """Store work items ``j`` that are ``live``, the first tile of each at ``place``.
-
-    See :data:`builders.splitkv.record.ROW_FIELDS` for the numbers. ``rows`` are
-    :class:`builders.splitkv.device.groups.Rows`; all tensors have one shape.
-    """
-    part, parts = segments_of(rows.first_tile, rows.tiles, SEGMENT_UNIT)
-    store_four(rows_ptr, j, FIELDS, 0, live, rows.req, rows.token, rows.tokens, rows.kv_len)
-    store_four(rows_ptr, j, FIELDS, 4, live, rows.first, rows.first_tile, rows.tiles, place)
-    store_four(rows_ptr, j, FIELDS, 8, live, part, parts, rows.segment_group, rows.segment_groups)
 
 
 @triton.jit
@@ -204,26 +183,15 @@ def store_four(ptr, j, STRIDE: tl.constexpr, first: tl.constexpr, live, a, b, c,
 
 
 @triton.jit
-def store_two(ptr, j, live, a, b):
-    """Store two numbers of each of the rows ``j``; there are at least as many rows as threads."""
-    j = tl.reshape(j, [live.numel])
-    places = (ptr + 2 * j)[:, None] + tl.arange(0, 2)[None, :]
-    live = tl.reshape(live, [live.numel])
-    tl.store(places, tl.reshape(tl.join(a, b), [live.numel, 2]), mask=live[:, None])
-
-
-@triton.jit
-def load_four(ptr, j, STRIDE: tl.constexpr, first: tl.constexpr, mask):
-    """Load four numbers of each of the rows ``j``, 0 where ``mask`` is False.
+def store_two(ptr, j, STRIDE: tl.constexpr, live, a, b):
+    """Store two numbers of each of the rows ``j`` of a table with STRIDE numbers a row.
 
     There are at least as many rows as threads.
     """
-    places = (ptr + first + j * STRIDE)[:, None] + tl.arange(0, 4)[None, :]
-    fields = tl.load(places, mask=mask[:, None], other=0)
-    even, odd = tl.split(tl.reshape(fields, [j.numel, 2, 2]))
-    a, c = tl.split(even)
-    b, d = tl.split(odd)
-    return a, b, c, d
+    j = tl.reshape(j, [live.numel])
+    places = (ptr + j * STRIDE)[:, None] + tl.arange(0, 2)[None, :]
+    live = tl.reshape(live, [live.numel])
+    tl.store(places, tl.reshape(tl.join(a, b), [live.numel, 2]), mask=live[:, None])
 
 
 @triton.jit
