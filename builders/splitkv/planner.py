@@ -71,7 +71,7 @@ PLAN_SIZES = (ONE_WARP, 4 * ONE_WARP, 16 * ONE_WARP)
 """Most requests of each compiled variant of the plan kernel. One more variant is for as many
 requests as the engine may have."""
 FEWEST_PLAN_WARPS, MOST_PLAN_WARPS = 4, 8
-"""Bounds on the warps of the plan kernel's only program."""
+"""Bounds on the warps of a program of the plan kernel."""
 
 
 @dataclass(frozen=True)

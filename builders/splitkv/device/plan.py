@@ -248,9 +248,10 @@ def plan_kernel(
     - hopper_starts ``[max_reqs + 1]``: first tile of each request for the Hopper prefill kernel,
       not written if HOPPER_TILE is 0.
 
-    Sizes: there are at most REQS requests, a power of two. With 32, one program plans them all; with
-    more, the first program stores where prefill tiles start, and each further one plans a slice of
-    SLICE requests. A line has 32 groups, and LINES, a power of two, hold NUM_GROUPS + 1.
+    Sizes: REQS and LINES are powers of two. There are at most REQS requests. With 32, one program
+    plans them all. With more, which are at least the program's threads, the first program stores
+    where prefill tiles start, and each further one plans a slice of SLICE requests. A line has 32
+    groups; LINES hold NUM_GROUPS + 1, and are at least as many as warps.
 
     Switches: TRIM: no query sees past itself. DCP: keys are one rank's keys, in their order on that
     rank, while lengths and positions of work items are the request's. SEGMENTS_PER_GROUP: segments

@@ -163,23 +163,17 @@ def segments_of(first_tile, tiles, SEGMENT_UNIT: tl.constexpr):
 def store_four(ptr, j, STRIDE: tl.constexpr, first: tl.constexpr, live, a, b, c, d):
     """Store four numbers of each of the rows ``j`` of a table with STRIDE numbers a row.
 
-    Many rows store the four together, since apart each number is a store to as many lines of memory
-    as there are rows. Few rows store them apart, since warps would have to exchange them first.
+    The four are stored together, since apart each number is a store to as many lines of memory as
+    there are rows. There are at least as many rows as threads: of fewer, warps would have to
+    exchange them first.
     """
-    if live.numel > 64:
-        # Flatten the rows: only behind this reshape does the compiler see where each row lies.
-        j = tl.reshape(j, [live.numel])
-        live = tl.reshape(live, [live.numel])
-        # The last of the two joined dimensions changes first, so a, b, c, d end up in order.
-        fields = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [live.numel, 4])
-        places = (ptr + first + j * STRIDE)[:, None] + tl.arange(0, 4)[None, :]
-        tl.store(places, fields, mask=live[:, None])
-    else:
-        places = ptr + first + j * STRIDE
-        tl.store(places, a, mask=live)
-        tl.store(places + 1, b, mask=live)
-        tl.store(places + 2, c, mask=live)
-        tl.store(places + 3, d, mask=live)
+    # Flatten the rows: only behind this reshape does the compiler see where each row lies.
+    j = tl.reshape(j, [live.numel])
+    live = tl.reshape(live, [live.numel])
+    # The last of the two joined dimensions changes first, so a, b, c, d end up in order.
+    fields = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [live.numel, 4])
+    places = (ptr + first + j * STRIDE)[:, None] + tl.arange(0, 4)[None, :]
+    tl.store(places, fields, mask=live[:, None])
 
 
 @triton.jit
