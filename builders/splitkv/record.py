@@ -47,9 +47,10 @@ groups: twice as many still fit 32 bits. Beyond it, shares are equal numbers of 
 ONE_WARP = 32
 """Threads of a warp. Every warp of the plan kernel can hold so many requests and work items, one a
 thread, and plan them without a barrier."""
-SLICE = ONE_WARP - 1
-"""Requests of a program of the plan kernel where there are several: its last thread has the request
-behind them."""
+SLICE = ONE_WARP // 2 - 1
+"""Requests of a program of the plan kernel where there are several. The next thread has the request
+behind them. So few mostly have no more work items than a warp has threads, though keys are cut into
+segment groups."""
 ROW_FIELDS = 12
 """int32 numbers per work item.
 

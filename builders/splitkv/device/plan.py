@@ -144,7 +144,8 @@ def plan_step(
             first = (tl.program_id(0) - 1) * _SLICE
             counts, following = _count(batch, first, first + _SLICE, prefill, rules, REQS)
             own, is_first = lane < _SLICE, first == 0
-            req = tl.where(own, first + lane, following)
+            req = tl.where(lane == _SLICE, following, batch.num_reqs)
+            req = tl.where(own, first + lane, req)
         real = req < batch.num_reqs
         begin, count, kv_len = request_at(req, real, batch)
         segment_groups = segment_groups_of(kv_len, rules)
