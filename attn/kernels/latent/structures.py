@@ -342,7 +342,9 @@ class E4m3Room:
     """``[2, 64]`` fp32, numbers of rows, by group of columns: the largest magnitudes in its half of
     the queries, and later the factors of its output. In between the scorer's limits, as int32."""
     scale: gl.shared_memory_descriptor
-    """``[1]`` fp32, the scale of the cache."""
+    """``[1]`` fp32, the scale of the cache, from the first queries on."""
+    scale_ptr: gl.tensor
+    """Pointer to the scale of the cache, one fp32."""
     ready: gl.shared_memory_descriptor
     """``[4, 1]`` mbarriers: the weights of a buffer are stored."""
     taken: gl.shared_memory_descriptor

@@ -141,7 +141,8 @@ def add_latents(W: gl.constexpr, query, ring, room, plan, out, tile):
         if some:
             walks += 1
         by = room.row_numbers.index(opaque_zero() + W)
-        by.store(cache_scale(room) / gl.where(m > float("-inf"), l, 1.0))
+        # Where no query was loaded there is no scale yet.
+        by.store(gl.where(m > float("-inf"), cache_scale(room) / l, 0.0))
         thread_barrier()
         o = o * by.load(gl.SliceLayout(0, tile.OUTPUT))[None, :]
         # The queries' shared memory is free: the scorer has its last product.

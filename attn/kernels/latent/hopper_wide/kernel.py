@@ -210,7 +210,8 @@ def hopper_mla_kernel(
         e4m3_room = E4m3Room(
             q_boxes=q_boxes, q_rope=q_rope, weights=weights, references=references, grown=grown,
             flags=flags, votes=votes, factors=factors, row_numbers=row_numbers, scale=cache_scale,
-            ready=ready, taken=taken, summed=summed, loaded=loaded, TERMS=TERMS,
+            scale_ptr=k_scale_ptr, ready=ready, taken=taken, summed=summed, loaded=loaded,
+            TERMS=TERMS,
         )  # fmt: skip
     else:
         m_second = gl.allocate_shared_memory(gl.float32, [64], FLAT)
@@ -226,8 +227,6 @@ def hopper_mla_kernel(
     # wait for this kernel, so this comes after the wait for the kernel that wrote it.
     let_kernels_behind_start()
     if E4M3:
-        ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        cache_scale.store(gl.full([1], gl.load(k_scale_ptr), gl.float32, ONE))
         gl.warp_specialize(
             [
                 (add_latents, (0, query, ring, e4m3_room, plan, out, tile)),

@@ -114,7 +114,7 @@ def produce_latents(num_rows, cache, ring, room, plan, out, HEADS: gl.constexpr)
                     pages, key_tile, turn, ring.left_boxes, cache.k_desc, cache, ring, 0, SIDE, 2,
                     ring.LEFT, block,
                 )  # fmt: skip
-                if block == 0:
+                if block == 0 and not cache.E4M3:
                     if turn == 0:
                         # At the start all programs load at once. If all of the ring were asked for
                         # first, queries would arrive last, and no product can begin without them.
@@ -123,6 +123,11 @@ def produce_latents(num_rows, cache, ring, room, plan, out, HEADS: gl.constexpr)
                     pages, key_tile, turn, ring.right_boxes, cache.k_desc, cache, ring, SIDE * 64,
                     SIDE, 2 + ring.LEFT, ring.RIGHT, block,
                 )  # fmt: skip
+                if block == 0 and cache.E4M3:
+                    if turn == 0:
+                        # Here all of a block has as many bytes, and the queries have arrived before
+                        # they are stored as e4m3.
+                        mbarrier.wait(room.loaded.index(1), 0)
                 if cache.PREFETCH:
                     if key_tile + 1 < cut.high:
                         lane = gl.program_id(0) % plan.HEADS

@@ -60,11 +60,12 @@ def load_queries(token, count, in_group, walks, query, room, tile, W: gl.constex
     if W == 0:
         rotary = gl.load(rotary_at, mask=mask, other=0.0)
     if tile.E4M3:
+        scale = gl.load(room.scale_ptr)
         # The maxima are converted, not the elements: those would be kept in fp32 for later.
         most = gl.maximum(gl.maximum(gl.abs(p0), gl.abs(p1)), gl.maximum(gl.abs(p2), gl.abs(p3)))
         if W == 0:
             most = gl.maximum(most, gl.abs(rotary))
-        down = _agreed_guard(gl.max(most.to(gl.float32), 1), walks, query, room, W)
+        down = _agreed_guard(gl.max(most.to(gl.float32), 1), scale, walks, query, room, W)
         boxes = reinterpret(
             room.q_boxes, gl.float8e4nv, [8, 64, 128], gl.NVMMASharedLayout(128, 8, 2)
         )
@@ -107,7 +108,7 @@ def _store_terms(part, down, TERMS: gl.constexpr, small, large):
 
 @gluon.jit
 def cache_scale(room):
-    """The scale of an e4m3 cache, fp32.
+    """The scale of an e4m3 cache, fp32, behind the first queries.
 
     It is in shared memory: a load from where the engine keeps it could wait for memory.
     """
@@ -115,15 +116,19 @@ def cache_scale(room):
 
 
 @gluon.jit
-def _agreed_guard(most, walks, query, room, W: gl.constexpr):
+def _agreed_guard(most, scale, walks, query, room, W: gl.constexpr):
     """Powers of two by which rows of queries are multiplied, ``[64]`` fp32.
 
     ``most`` ``[64]`` are the largest magnitudes in the warp group's part of the rows. Warp group 0
-    stores the factors of the rows' products.
+    stores the factors of the rows' products, and ``scale``, that of the cache. It was loaded with
+    the queries, so that its own way from memory costs no time.
     """
     ROWS: gl.constexpr = most.type.layout
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     z = opaque_zero()
     room.row_numbers.index(z + W).store(most)
+    if W == 0:
+        room.scale.store(gl.full([1], scale, gl.float32, ONE))
     thread_barrier()
     mbarrier.arrive(room.loaded.index(1), count=1)
     mbarrier.wait(room.loaded.index(1), walks & 1)
@@ -134,5 +139,5 @@ def _agreed_guard(most, walks, query, room, W: gl.constexpr):
         # e4m3 has no infinity. Without this a row that has one, or an element that the guard does
         # not bring into range, would get numbers.
         up = gl.where(most < 2.0**114, 8.0 * up, float("nan"))
-        room.factors.store(up * (cache_scale(room) * query.scale * LOG2E))
+        room.factors.store(up * (scale * query.scale * LOG2E))
     return 0.125 * down
