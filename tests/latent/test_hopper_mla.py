@@ -17,7 +17,7 @@ from attn.backends.triton_mla import TritonMLABackend
 from attn.kernels.dense import hopper_launch
 from attn.kernels.lang import packed
 from attn.kernels.latent.hopper_narrow.kernel import hopper_mla_narrow_kernel
-from attn.kernels.latent.hopper_wide import scorer
+from attn.kernels.latent.hopper_wide import queries, scorer
 from attn.kernels.latent.hopper_wide.kernel import hopper_mla_kernel
 from attn.testing import batches, stored_rows
 from attn.testing.batches import BATCHES, BatchSpec
@@ -226,6 +226,8 @@ def launched(monkeypatch: pytest.MonkeyPatch, instead: dict[str, Any]) -> list[K
         gluon_in_numpy.run(call, programs, translation)
 
     monkeypatch.setitem(gluon_in_numpy.ASSEMBLY, scorer.VOTE.value, votes_of)
+    larger = queries.LARGER.value
+    monkeypatch.setitem(gluon_in_numpy.ASSEMBLY, larger, lambda *x: np.fmax(*map(np.abs, x)))
     monkeypatch.setattr(KernelCall, "launch_through_triton", run)
     monkeypatch.setattr(hopper_launch, "_describe", lambda rows, box: rows)
     monkeypatch.setattr(Trial, "decode_kernel", DecodeKernel.HOPPER)

@@ -339,8 +339,8 @@ class E4m3Room:
     factors: gl.shared_memory_descriptor
     """``[64]`` fp32, the factors of the rows' products in units of log 2."""
     row_numbers: gl.shared_memory_descriptor
-    """``[2, 64]`` fp32, numbers of rows, by group of columns: the largest magnitudes in its half of
-    the queries, and later the factors of its output. In between the scorer's limits, as int32."""
+    """``[2, 64]`` fp32, numbers of rows, by group of columns: the factors of its output, behind a
+    part's last block. Before, the scorer's limits, as int32."""
     scale: gl.shared_memory_descriptor
     """``[1]`` fp32, the scale of the cache, from the first queries on."""
     scale_ptr: gl.tensor
@@ -352,8 +352,8 @@ class E4m3Room:
     summed: gl.shared_memory_descriptor
     """``[1]`` mbarrier: the sums of a part's weights are stored."""
     loaded: gl.shared_memory_descriptor
-    """``[2, 1]`` mbarriers: both groups of columns have stored their half of the queries, and the
-    largest magnitudes of their half's rows."""
+    """``[2, 1]`` mbarriers: both groups of columns have stored their half of the queries; and they
+    have them in registers."""
     TERMS: gl.constexpr
     """int, e4m3 numbers whose sum a query element becomes: 2, or 1 if it is rounded, and then there
     are no small terms."""

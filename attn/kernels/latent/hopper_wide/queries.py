@@ -23,14 +23,20 @@ from attn.kernels.lang.constants import LOG2E
 from attn.kernels.lang.opaque import opaque_zero
 from attn.kernels.latent.hopper_wide.parts import HALF
 
+LARGER = gl.constexpr("max.xorsign.abs.bf16x2 $0, $1, $2;")
+"""The larger magnitudes of two pairs of bf16 numbers; their signs are products of signs."""
+
 
 @gluon.jit
-def query_rows(token, count, in_group, tile, LAYOUT: gl.constexpr):
-    """Tokens and heads of a work item's query rows, and which are real; ``[64]`` each.
+def query_rows(
+    token, count, in_group, tile, LAYOUT: gl.constexpr, first=0, NUMBER: gl.constexpr = 64
+):
+    """Tokens and heads of NUMBER query rows from ``first`` on, and which are real; ``[NUMBER]``.
 
-    The rows are those of ``count`` tokens from ``token`` on, and of heads from ``in_group`` on.
+    The rows of the work item are those of ``count`` tokens from ``token`` on, and of heads from
+    ``in_group`` on.
     """
-    row = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)) + opaque_zero()
+    row = first + gl.arange(0, NUMBER, layout=gl.SliceLayout(1, LAYOUT)) + opaque_zero()
     head = in_group + row % tile.TILE_HEADS
     wanted = (row < count * tile.TILE_HEADS) & (head < tile.GROUP)
     return token + row // tile.TILE_HEADS, head, wanted
@@ -43,11 +49,21 @@ def load_queries(token, count, in_group, walks, query, room, tile, W: gl.constex
     No product still reads the previous item's queries: the caller has the sums of all its weights.
     Over e4m3 the groups meet here. ``walks`` is how often they came here for earlier items.
     """
+    if tile.E4M3:
+        _load_terms(token, count, in_group, walks, query, room, tile, W)
+    else:
+        _load_half(token, count, in_group, query, room, tile, W)
+    fence_async_shared()
+    thread_barrier()
+    mbarrier.arrive(room.loaded.index(0), count=1)
+
+
+@gluon.jit
+def _load_half(token, count, in_group, query, room, tile, W: gl.constexpr):
+    """Copy half of the columns of the queries, over 16 bits; warp group 0 has the rotary ones, too.
+    """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
-    if tile.E4M3:
-        # Eight times zero: the compiler has to know that a thread's columns are aligned.
-        column += 8 * opaque_zero()
     tokens, head, wanted = query_rows(token, count, in_group, tile, LAYOUT)
     at = query.absorbed_at(tokens, head)[:, None] + (W * HALF + column)[None, :]
     rotary_at = query.rotary_at(tokens, head)[:, None] + column[None, :]
@@ -59,51 +75,95 @@ def load_queries(token, count, in_group, walks, query, room, tile, W: gl.constex
     p3 = gl.load(at + 192, mask=mask, other=0.0)
     if W == 0:
         rotary = gl.load(rotary_at, mask=mask, other=0.0)
-    if tile.E4M3:
-        scale = gl.load(room.scale_ptr)
-        # The maxima are converted, not the elements: those would be kept in fp32 for later.
-        most = gl.maximum(gl.maximum(gl.abs(p0), gl.abs(p1)), gl.maximum(gl.abs(p2), gl.abs(p3)))
-        if W == 0:
-            most = gl.maximum(most, gl.abs(rotary))
-        down = _agreed_guard(gl.max(most.to(gl.float32), 1), scale, walks, query, room, W)
-        boxes = reinterpret(
-            room.q_boxes, gl.float8e4nv, [8, 64, 128], gl.NVMMASharedLayout(128, 8, 2)
-        )
-        # With a constant in place of ``z`` addresses would be computed at the start and spilled.
-        z = opaque_zero()
-        small = boxes.index(z + 4 * W)
-        large = boxes.index(z + 4 * W + 1)
-        _store_terms(p0, down, room.TERMS, small.slice(0, 64, dim=1), large.slice(0, 64, dim=1))
-        _store_terms(p1, down, room.TERMS, small.slice(64, 64, dim=1), large.slice(64, 64, dim=1))
-        small = boxes.index(z + 4 * W + 2)
-        large = boxes.index(z + 4 * W + 3)
-        _store_terms(p2, down, room.TERMS, small.slice(0, 64, dim=1), large.slice(0, 64, dim=1))
-        _store_terms(p3, down, room.TERMS, small.slice(64, 64, dim=1), large.slice(64, 64, dim=1))
-        if W == 0:
-            ropes = reinterpret(
-                room.q_rope, gl.float8e4nv, [2, 64, 64], gl.NVMMASharedLayout(64, 8, 2)
-            )
-            _store_terms(rotary, down, room.TERMS, ropes.index(z), ropes.index(z + 1))
-    else:
-        room.q_boxes.index(W * 4).store(p0)
-        room.q_boxes.index(W * 4 + 1).store(p1)
-        room.q_boxes.index(W * 4 + 2).store(p2)
-        room.q_boxes.index(W * 4 + 3).store(p3)
-        if W == 0:
-            room.q_rope.index(0).store(rotary)
-    fence_async_shared()
-    thread_barrier()
-    mbarrier.arrive(room.loaded.index(0), count=1)
+    room.q_boxes.index(W * 4).store(p0)
+    room.q_boxes.index(W * 4 + 1).store(p1)
+    room.q_boxes.index(W * 4 + 2).store(p2)
+    room.q_boxes.index(W * 4 + 3).store(p3)
+    if W == 0:
+        room.q_rope.index(0).store(rotary)
 
 
 @gluon.jit
-def _store_terms(part, down, TERMS: gl.constexpr, small, large):
-    """Store the terms of rows of queries times ``down``, a power of two for each row."""
-    x = (part.to(gl.float32) * down[:, None]).to(gl.float16)
-    rounded = x.to(gl.float8e4nv)
-    large.store(rounded)
+def _load_terms(token, count, in_group, walks, query, room, tile, W: gl.constexpr):
+    """Copy half of the rows of the queries, as e4m3: a warp has all of a row, and its maximum."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    HALF_ROWS: gl.constexpr = 32
+    FIRST: gl.constexpr = W * HALF_ROWS
+    z = opaque_zero()
+    # Eight times zero: the compiler has to know that a thread's columns are aligned.
+    column = gl.arange(0, 128, layout=gl.SliceLayout(0, LAYOUT)) + 8 * z
+    tokens, head, _ = query_rows(token, count, in_group, tile, LAYOUT, FIRST, HALF_ROWS)
+    # A row that is not real gets the query of one that is. Zeros would occupy registers longer.
+    tokens = gl.minimum(tokens, token + count - 1)
+    head = gl.minimum(head, tile.GROUP - 1)
+    at = query.absorbed_at(tokens, head)[:, None] + column[None, :]
+    # All loads are under way before the first is waited for.
+    p0 = gl.load(at)
+    p1 = gl.load(at + 128)
+    p2 = gl.load(at + 256)
+    p3 = gl.load(at + 384)
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT)) + 8 * z
+    rotary_at = query.rotary_at(tokens, head)[:, None] + column[None, :]
+    rotary = gl.load(rotary_at)
+    scale = gl.load(room.scale_ptr)
+    most = _larger(_larger(p0, p1), _larger(p2, p3))
+    most = _largest_of(most, rotary)
+    # The producer waits for this before it asks for the second block.
+    mbarrier.arrive(room.loaded.index(1), count=1)
+    # The other group's output of the previous item was where the rows come.
+    mbarrier.wait(room.loaded.index(1), walks & 1)
+    # 2^3 less than for fp16: e4m3 has numbers up to 448.
+    down, up = power_of_two_guard(most)
+    # e4m3 has no infinity. Without this a row that has one, or an element that the guard does not
+    # bring into range, would get numbers.
+    up = gl.where(most < 2.0**114, 8.0 * up, float("nan"))
+    room.factors.slice(FIRST, HALF_ROWS, dim=0).store(up * (scale * query.scale * LOG2E))
+    room.scale.store(gl.full([1], scale, gl.float32, ONE))
+    # A power of two is bf16, and so is its product with an element.
+    down = (0.125 * down).to(rotary.dtype)
+    boxes = reinterpret(room.q_boxes, gl.float8e4nv, [8, 64, 128], gl.NVMMASharedLayout(128, 8, 2))
+    ropes = reinterpret(room.q_rope, gl.float8e4nv, [2, 64, 64], gl.NVMMASharedLayout(64, 8, 2))
+    # With a constant in place of ``z`` addresses would be computed at the start and spilled.
+    _store_terms(rotary, down, room.TERMS, ropes, z, FIRST)
+    _store_terms(p0, down, room.TERMS, boxes, z, FIRST)
+    _store_terms(p1, down, room.TERMS, boxes, z + 2, FIRST)
+    _store_terms(p2, down, room.TERMS, boxes, z + 4, FIRST)
+    _store_terms(p3, down, room.TERMS, boxes, z + 6, FIRST)
+
+
+@gluon.jit
+def _largest_of(x, rotary):
+    """The largest magnitude of each row, fp32, of bf16 ``x [rows, 128]`` and ``rotary [rows, 64]``.
+    """
+    first, second = gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, 64]), (0, 2, 1)))
+    most = gl.convert_layout(_larger(first, second), rotary.type.layout, assert_trivial=True)
+    return gl.max(gl.abs(_larger(most, rotary)).to(gl.float32), 1)
+
+
+@gluon.jit
+def _larger(x, y):
+    """The larger magnitudes of bf16 numbers; their signs mean nothing."""
+    return gl.inline_asm_elementwise(
+        LARGER, "=r,r,r", [x, y], dtype=x.dtype, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def _store_terms(part, down, TERMS: gl.constexpr, boxes, at, FIRST: gl.constexpr):
+    """Store the terms of rows of queries times ``down``, a power of two for each row.
+
+    Small terms go to rows from FIRST on of box ``at``, large terms to those of the box behind it.
+    """
+    large = boxes.index(at + 1).slice(FIRST, part.shape[0], dim=0)
     if TERMS == 2:
+        x = (part.to(gl.float32) * down.to(gl.float32)[:, None]).to(gl.float16)
+        rounded = x.to(gl.float8e4nv)
+        large.store(rounded)
+        small = boxes.index(at).slice(FIRST, part.shape[0], dim=0)
         small.store((x - rounded.to(gl.float16)).to(gl.float8e4nv))
+    else:
+        large.store((part * down[:, None]).to(gl.float8e4nv))
 
 
 @gluon.jit
@@ -113,31 +173,3 @@ def cache_scale(room):
     It is in shared memory: a load from where the engine keeps it could wait for memory.
     """
     return gl.max(room.scale.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-
-
-@gluon.jit
-def _agreed_guard(most, scale, walks, query, room, W: gl.constexpr):
-    """Powers of two by which rows of queries are multiplied, ``[64]`` fp32.
-
-    ``most`` ``[64]`` are the largest magnitudes in the warp group's part of the rows. Warp group 0
-    stores the factors of the rows' products, and ``scale``, that of the cache. It was loaded with
-    the queries, so that its own way from memory costs no time.
-    """
-    ROWS: gl.constexpr = most.type.layout
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    z = opaque_zero()
-    room.row_numbers.index(z + W).store(most)
-    if W == 0:
-        room.scale.store(gl.full([1], scale, gl.float32, ONE))
-    thread_barrier()
-    mbarrier.arrive(room.loaded.index(1), count=1)
-    mbarrier.wait(room.loaded.index(1), walks & 1)
-    most = gl.maximum(most, room.row_numbers.index(z + 1 - W).load(ROWS))
-    # 2^3 less than for fp16: e4m3 has numbers up to 448.
-    down, up = power_of_two_guard(most)
-    if W == 0:
-        # e4m3 has no infinity. Without this a row that has one, or an element that the guard does
-        # not bring into range, would get numbers.
-        up = gl.where(most < 2.0**114, 8.0 * up, float("nan"))
-        room.factors.store(up * (scale * query.scale * LOG2E))
-    return 0.125 * down
