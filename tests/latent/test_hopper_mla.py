@@ -30,6 +30,7 @@ from builders.dense.choice import (
 )
 from builders.latent.choice import hopper_latent_tile, latent_kernel_of
 from builders.launch.call import KernelCall
+from builders.splitkv import segments
 from builders.splitkv.segments import SEGMENT
 from builders.splitkv.tiles import (
     DenseShape,
@@ -480,6 +481,35 @@ def test_bits_do_not_depend_on_where_programs_begin(
         assert launched.pop().grid == (programs,)
     for other in found[1:]:
         assert torch.equal(other, found[0])
+
+
+@pytest.mark.parametrize("cache_dtype", [CacheDType.AUTO, CacheDType.FP8_E4M3])
+def test_many_segment_groups_are_folded_in_pieces_to_the_same_bits(
+    cache_dtype: CacheDType, launched: list[KernelCall], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here a segment group is one segment, so 8300 keys have 17 of them."""
+    monkeypatch.setattr(segments, "SEGMENTS_PER_GROUP", 1)
+    found = []
+    for programs in (1, 7, 30):
+        facts = hopper(programs)
+        monkeypatch.setattr(
+            builders.latent.triton_mla, "device_facts", lambda device, facts=facts: facts
+        )
+        found.append(outputs((8300, 700), cache_dtype))
+        assert launched.pop().arguments["SEGMENT_GROUPS"] == 17
+    for other in found[1:]:
+        assert torch.equal(other, found[0])
+
+
+@pytest.mark.parametrize("instead", [{"_fold_piece": lambda *_: None}])
+def test_pieces_that_nobody_folds_would_show(
+    launched: list[KernelCall], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segments, "SEGMENTS_PER_GROUP", 1)
+    monkeypatch.setattr(builders.latent.triton_mla, "device_facts", lambda device: hopper(7))
+    with pytest.raises(AssertionError):
+        outputs((8300,), CacheDType.AUTO)
+    assert launched
 
 
 @pytest.mark.parametrize("cache_dtype", [CacheDType.AUTO, CacheDType.FP8_E4M3])

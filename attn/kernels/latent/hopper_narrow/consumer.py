@@ -389,7 +389,7 @@ def _attend(work, head, kept, bounds, slots, turn, ring, room, plan, tile):
 
 
 @gluon.jit
-def _write_or_store(is_all, work, head, state, lending_group, plan, out, tile):
+def _write_or_store(is_all, work, head, state, lending_group, is_end, plan, out, tile):
     """Write the output of a part that has all keys of its queries, or store its state."""
     STATE: gl.constexpr = state.acc.type.layout
     # These are loaded once more instead of being kept in registers during the loop.
@@ -403,7 +403,7 @@ def _write_or_store(is_all, work, head, state, lending_group, plan, out, tile):
         wanted = (place < count * tile.TILE_HEADS) & (heads < tile.GROUP)
         write_state(state, at, heads, wanted, column, head.v_factor, out)
     else:
-        arrive_and_fold(work, head, state, lending_group, plan, out, tile)
+        arrive_and_fold(work, head, state, lending_group, is_end, plan, out, tile)
 
 
 @gluon.jit
@@ -424,6 +424,7 @@ def consume_narrow(query, cache, ring, room, plan, mask, out, tile):
                 lending_group = lending_group_of(place_of(fields, r % plan.HEAD_LOOPS, 0), plan)
             slots = slots_of(work, lending_group, plan)
             state, turn = _attend(work, head, kept, bounds, slots, turn, ring, room, plan, tile)
-            _write_or_store(is_all, work, head, state, lending_group, plan, out, tile)
+            is_end = r + 1 == past_row
+            _write_or_store(is_all, work, head, state, lending_group, is_end, plan, out, tile)
         begin = 0
         fields = plan.rows_ptr + wide(((r + 1) // plan.HEAD_LOOPS) * FIELDS)

@@ -9,6 +9,10 @@ The state of a block lies in the slot of the block's first segment. A program th
 block stores its segments of that block one by one, since the block's fold begins before it. The
 program that has the first segment keeps the fold of its whole blocks, and stores it in slot 0.
 Every program says with its arrival which slots it has filled.
+
+**Pieces.** One multiprocessor needs 20 us to read the states of a million keys' segment groups. So
+the states of more than _FEW segment groups are folded by several programs, each a piece of their
+columns: see :func:`_fold_in_pieces`.
 """
 
 from __future__ import annotations
@@ -36,6 +40,16 @@ _HEADS = tl.constexpr(0x1111)
 """Bits of the slots of the first segments of blocks, of a segment group of 16 segments."""
 _COUNT_BITS = tl.constexpr(8)
 """Low bits of a counter that count segments; the bits above say which slots are filled."""
+_FEW = tl.constexpr(16)
+"""Most segment groups that one program folds alone: 128k keys."""
+_PIECE = tl.constexpr(64)
+"""Columns of a piece."""
+_LOOKS = tl.constexpr(256)
+"""How often a program looks whether all segment groups have arrived. A look takes about 1 us."""
+_CLAIM = tl.constexpr(1 << 10)
+"""What the claim of a piece adds to the counter of segment groups; lower bits count arrivals."""
+_LEAVE = tl.constexpr(1 << 21)
+"""What a program adds to that counter that leaves before all segment groups have arrived."""
 _WARPS = tl.constexpr(8)
 _WIDE = tl.constexpr(256)
 """Columns that are folded at a time where four states are under way."""
@@ -207,8 +221,86 @@ def _group_slots(work, lending_group, segment_group, segment_groups, slots, plan
 
 
 @gluon.jit
-def arrive_and_fold(work, head, state, lending_group, plan, out, tile):
-    """Store the state of a part that lacks some keys of its queries; the last to arrive folds."""
+def _fold_piece(piece, slot, count, work, head, plan, out, tile):
+    """Fold a piece of the columns of ``count`` states in neighbouring slots, and write it."""
+    cells, column = _cells(piece * _PIECE, tile, _PIECE)
+    SUMS: gl.constexpr = cells.row.type.layout
+    CELLS: gl.constexpr = cells.cell.type.layout
+    state = State(
+        m=gl.full([16], float("-inf"), gl.float32, SUMS),
+        l=gl.zeros([16], gl.float32, SUMS),
+        acc=gl.zeros([16, _PIECE], gl.float32, CELLS),
+    )
+    for part in range(0, count, 16):
+        at = slot + part
+        there = _below(gl.minimum(count - part, 16))
+        a0, a1, a2, a3 = _load_block(plan, at, there, cells, 0, tile)
+        b0, b1, b2, b3 = _load_block(plan, at, there, cells, 1, tile)
+        c0, c1, c2, c3 = _load_block(plan, at, there, cells, 2, tile)
+        d0, d1, d2, d3 = _load_block(plan, at, there, cells, 3, tile)
+        state = fold_states(fold_states(state, a0), a1)
+        state = fold_states(fold_states(state, a2), a3)
+        state = fold_states(fold_states(state, b0), b1)
+        state = fold_states(fold_states(state, b2), b3)
+        state = fold_states(fold_states(state, c0), c1)
+        state = fold_states(fold_states(state, c2), c3)
+        state = fold_states(fold_states(state, d0), d1)
+        state = fold_states(fold_states(state, d2), d3)
+    _store_or_write(state, cells, column, slot, False, work, head, plan, out, tile)
+
+
+@gluon.jit
+def _fold_in_pieces(counter, slot, count, waits, work, head, plan, out, tile):
+    """Fold the states of ``count`` segment groups and write the output, by several programs.
+
+    A program comes here with every segment group that it completes. The last to come finds all
+    states there, and folds piece by piece. Programs with nothing else to do (``waits``) look for a
+    while whether the last has come, and then take pieces too. The result does not depend on who
+    folds a piece, nor on whether anybody waits. The last to leave clears the counter.
+    """
+    PIECES: gl.constexpr = tile.SIZE // _PIECE
+    seen = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") + 1
+    is_last = seen % _CLAIM == count
+    is_complete = is_last
+    looks = gl.where(waits, _LOOKS + 0, 0)
+    while (looks > 0) & (is_complete == 0):
+        is_complete = gl.atomic_add(counter, 0, sem="acquire", scope="gpu") % _CLAIM == count
+        looks -= 1
+    if is_complete:
+        # Piece 0 is for the last to come, who does not have to claim it.
+        piece = 0
+        if not is_last:
+            seen = _added(counter, _CLAIM)
+            piece = _claims(seen)
+        while piece < PIECES:
+            _fold_piece(piece, slot, count, work, head, plan, out, tile)
+            seen = _added(counter, _CLAIM)
+            piece = _claims(seen)
+    else:
+        seen = _added(counter, _LEAVE)
+    # A program leaves with a claim past the last piece, or else with _LEAVE.
+    if _claims(seen) - (PIECES - 1) + seen // _LEAVE == count:
+        gl.store(counter, 0)
+
+
+@gluon.jit
+def _added(counter, number):
+    """Add to a counter that orders no other memory; returns the sum."""
+    return gl.atomic_add(counter, number + 0, sem="relaxed", scope="gpu") + number
+
+
+@gluon.jit
+def _claims(seen):
+    """How many pieces have been claimed, which is also the number of the last of them."""
+    return seen % _LEAVE // _CLAIM
+
+
+@gluon.jit
+def arrive_and_fold(work, head, state, lending_group, is_end, plan, out, tile):
+    """Store the state of a part that lacks some keys of its queries; the last to arrive folds.
+
+    ``is_end`` says that the program has no other part behind this one.
+    """
     parts = gl.load(work.fields + 9)
     segment_group = gl.load(work.fields + 10)
     segment_groups = gl.load(work.fields + 11)
@@ -241,9 +333,17 @@ def arrive_and_fold(work, head, state, lending_group, plan, out, tile):
             if level == 1:
                 goes_on = segment_group + 1 == segment_groups
                 thread_barrier()
-                if spans:
-                    counter = plan.counters_ptr + plan.groups * plan.HEADS
-                    counter += (owner * plan.HEADS + work.lane) * plan.HEAD_LOOPS + loop
+                counter = plan.counters_ptr + plan.groups * plan.HEADS
+                counter += (owner * plan.HEADS + work.lane) * plan.HEAD_LOOPS + loop
+                counts = spans
+                if plan.SEGMENT_GROUPS > _FEW:
+                    counts = spans & (segment_groups <= _FEW)
+                    if spans & (segment_groups > _FEW):
+                        goes_on = segment_groups == 0
+                        _fold_in_pieces(
+                            counter, mine_too, segment_groups, is_end, work, head, plan, out, tile
+                        )  # fmt: skip
+                if counts:
                     arrived = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
                     goes_on = arrived + 1 == segment_groups
                     if goes_on:
