@@ -274,6 +274,23 @@ def _side_by_side(left, right):
     return gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), [16, 2 * left.shape[1]])
 
 
+@gluon.constexpr_function
+def _state_layout(E4M3: bool) -> gl.DistributedLinearLayout:
+    """The layout of an output ``[16, 512]`` of products, with a thread's registers in natural order.
+
+    In the order that joins leave, a thread would store its neighbouring columns one by one.
+    """
+    if E4M3:
+        registers = [[0, 1], [0, 2], [8, 0], [0, 128], [0, 256]]
+        lanes = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
+        warps = [[0, 16], [0, 32], [0, 64]]
+    else:
+        registers = [[0, 1], [8, 0], [0, 64], [0, 128], [0, 256]]
+        lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+        warps = [[0, 8], [0, 16], [0, 32]]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [16, 512])
+
+
 @gluon.jit
 def _joined(state, E4M3: gl.constexpr):
     """Combine a state's four accumulators into the output ``[16, SIZE]``, in natural order."""
@@ -284,7 +301,7 @@ def _joined(state, E4M3: gl.constexpr):
     else:
         left = _side_by_side(state.left0, state.left1)
         right = _side_by_side(state.right0, state.right1)
-    return _side_by_side(left, right)
+    return gl.convert_layout(_side_by_side(left, right), _state_layout(E4M3), assert_trivial=True)
 
 
 @gluon.jit
