@@ -28,7 +28,7 @@ from attn.kernels.lang.constants import LOG2E
 from attn.kernels.lang.opaque import opaque_zero
 from attn.kernels.lang.packed import e4m3_planes
 from attn.kernels.lang.structures import Head, State
-from attn.kernels.latent.hopper_narrow.finish import BLOCK, arrive_and_fold
+from attn.kernels.latent.hopper_narrow.finish import BLOCK, arrive_and_fold, fold_if_last
 from attn.kernels.latent.structures import KeptQueries, NarrowState, causal_bounds
 from builders.splitkv.device.segments import segment_of, segment_start
 
@@ -276,7 +276,7 @@ def _side_by_side(left, right):
 
 @gluon.constexpr_function
 def _state_layout(E4M3: bool) -> gl.DistributedLinearLayout:
-    """The layout of an output ``[16, 512]`` of products, with a thread's registers in natural order.
+    """The layout of an output ``[16, 512]`` of products, with registers in natural order.
 
     In the order that joins leave, a thread would store its neighbouring columns one by one.
     """
@@ -335,8 +335,8 @@ def _attend(work, head, kept, bounds, slots, turn, ring, room, plan, tile):
     in the layout in which it is needed again: registers hold two states.
 
     Returns:
-        The state of a part that begins with its row's first segment, for slot 0; and the number of
-        tiles walked so far, which was ``turn`` before.
+        The state that is not stored yet, for the slot that :func:`slot_of_last` says; and the
+        number of tiles walked so far, which was ``turn`` before.
     """
     SUMS: gl.constexpr = gl.SliceLayout(1, tile.OUTPUT)
     zero = gl.zeros([16, tile.SIZE // 4], gl.float32, tile.OUTPUT)
@@ -379,7 +379,8 @@ def _attend(work, head, kept, bounds, slots, turn, ring, room, plan, tile):
         folded = fold_states(State(m=M, l=L, acc=A), of_segment)
         M, L, A = folded.m, folded.l, folded.acc
         is_done = (part - block == BLOCK - 1) | (part + 1 == parts)
-        if (s + 1 == unseen) | is_done | (is_own == 0):
+        # The last state of another part stays in registers.
+        if gl.where(s + 1 == unseen, work.begin == 0, is_done | (is_own == 0)):
             if (work.begin == 0) & (is_done | (block == 0)):
                 if block > 0:
                     before = State(
@@ -409,10 +410,13 @@ def _attend(work, head, kept, bounds, slots, turn, ring, room, plan, tile):
 def _write_or_store(is_all, work, head, state, lending_group, is_end, plan, out, tile):
     """Write the output of a part that has all keys of its queries, or store its state."""
     STATE: gl.constexpr = state.acc.type.layout
+    has_all = is_all
+    if not is_all:
+        state, has_all = fold_if_last(work, state, lending_group, plan, tile)
     # These are loaded once more instead of being kept in registers during the loop.
     token = gl.load(work.fields + 1)
     count = gl.load(work.fields + 2)
-    if is_all:
+    if has_all:
         place = gl.arange(0, 16, layout=gl.SliceLayout(1, STATE)) + opaque_zero()
         heads = head.in_group + place % tile.TILE_HEADS
         column = gl.arange(0, tile.SIZE, layout=gl.SliceLayout(0, STATE))
