@@ -53,9 +53,7 @@ _LEAVE = tl.constexpr(1 << 21)
 """What a program adds to that counter that leaves before all segment groups have arrived."""
 _WARPS = tl.constexpr(8)
 _WIDE = tl.constexpr(256)
-"""Columns that are folded at a time where four states are under way."""
-_NARROW = tl.constexpr(128)
-"""Columns that are folded at a time where twelve states are under way."""
+"""Columns that are folded at a time."""
 
 
 @gluon.jit
@@ -134,6 +132,18 @@ def _fold_spaced(
 
 
 @gluon.jit
+def _empty_state(cells):
+    """The state of no keys, which changes no fold."""
+    SUMS: gl.constexpr = cells.row.type.layout
+    CELLS: gl.constexpr = cells.cell.type.layout
+    return State(
+        m=gl.full([16], float("-inf"), gl.float32, SUMS),
+        l=gl.zeros([16], gl.float32, SUMS),
+        acc=gl.zeros(cells.cell.shape, gl.float32, CELLS),
+    )
+
+
+@gluon.jit
 def _load_block(plan, slot, there, cells, B: gl.constexpr, tile):
     """Load the states of the segments of block B whose bits are set in ``there``."""
     first: gl.constexpr = B * BLOCK
@@ -155,23 +165,20 @@ def _fold_block(s0, s1, s2, s3):
 def _fold_blocks(
     slot, there, target, stores, work, head, plan, out, tile, WIDTH: gl.constexpr
 ):  # fmt: skip
-    """Fold the states of a segment group, some of which are of single segments.
-
-    All are loaded at once: the program has nothing else to do while it waits for them.
-    """
+    """Fold the states of a segment group, some of which are of single segments, block by block."""
     for first in range(0, tile.SIZE, WIDTH):
         cells, column = _cells(first, tile, WIDTH)
-        a0, a1, a2, a3 = _load_block(plan, slot, there, cells, 0, tile)
-        b0, b1, b2, b3 = _load_block(plan, slot, there, cells, 1, tile)
-        c0, c1, c2, c3 = _load_block(plan, slot, there, cells, 2, tile)
-        state = _fold_block(a0, a1, a2, a3)
-        d0, d1, d2, d3 = _load_block(plan, slot, there, cells, 3, tile)
-        if there >> 4 > 0:
-            state = fold_states(state, _fold_block(b0, b1, b2, b3))
-        if there >> 8 > 0:
-            state = fold_states(state, _fold_block(c0, c1, c2, c3))
-        if there >> 12 > 0:
-            state = fold_states(state, _fold_block(d0, d1, d2, d3))
+        s0, s1, s2, s3 = _load_block(plan, slot, there, cells, 0, tile)
+        state = _empty_state(cells)
+        at = slot
+        rest = there
+        while rest > 0:
+            at = at + BLOCK
+            rest = rest >> BLOCK
+            # Load the next block before folding this one, so that only the first fold waits.
+            n0, n1, n2, n3 = _load_block(plan, at, rest, cells, 0, tile)
+            state = fold_states(state, _fold_block(s0, s1, s2, s3))
+            s0, s1, s2, s3 = n0, n1, n2, n3
         _store_or_write(state, cells, column, target, stores, work, head, plan, out, tile)
 
 
@@ -297,13 +304,7 @@ def _group_slots(work, lending_group, segment_group, segment_groups, slots, plan
 def _fold_piece(piece, slot, count, work, head, plan, out, tile):
     """Fold a piece of the columns of ``count`` states in neighbouring slots, and write it."""
     cells, column = _cells(piece * _PIECE, tile, _PIECE)
-    SUMS: gl.constexpr = cells.row.type.layout
-    CELLS: gl.constexpr = cells.cell.type.layout
-    state = State(
-        m=gl.full([16], float("-inf"), gl.float32, SUMS),
-        l=gl.zeros([16], gl.float32, SUMS),
-        acc=gl.zeros([16, _PIECE], gl.float32, CELLS),
-    )
+    state = _empty_state(cells)
     for part in range(0, count, 16):
         at = slot + part
         there = _below(gl.minimum(count - part, 16))
@@ -440,5 +441,5 @@ def arrive_and_fold(work, head, state, lending_group, is_end, plan, out, tile):
                     )  # fmt: skip
                 else:
                     _fold_blocks(
-                        slots, there, target, stores, work, head, plan, out, tile, _NARROW
+                        slots, there, target, stores, work, head, plan, out, tile, _WIDE
                     )  # fmt: skip
