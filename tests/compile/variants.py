@@ -166,6 +166,8 @@ class Layer:
     """Listed entries come to the front of a list."""
     rows: int = 4096
     """Query tokens, each with a list; the lists of few tokens are cut into parts."""
+    max_len: int = 16384
+    """Most tokens of a request, which sizes scratch."""
 
     @property
     def v_size(self) -> int:
@@ -196,11 +198,11 @@ class Layer:
     def engine(
         self, prefill_kernel: PrefillKernel, decode_kernel: DecodeKernel = DecodeKernel.AUTO
     ) -> EngineConfig:
-        """Limits of an engine; those of the benchmark, but for the length, which sizes scratch."""
+        """Limits of an engine; those of the benchmark, but for the length."""
         drafts = self.drafts
         return EngineConfig(
             kernels=Kernels.own(prefill_kernel, decode_kernel),
-            max_model_len=16384,
+            max_model_len=self.max_len,
             max_num_seqs=256,
             max_num_batched_tokens=8192,
             num_heads=self.heads[0],
@@ -590,6 +592,8 @@ HOPPER_VARIANTS: Final = (
     _only(_HD, "HND", order=KVOrder.HND),
     # Latent attention. With 16 heads one warp's rows are used; 128 heads are two tiles.
     _only(_HL, "16 heads", 90, speed=True, heads=(16, 1, 576), block_size=64),
+    # Beyond 128k keys there are so many segment groups that they are folded in pieces.
+    _only(_HL, "16 heads 1M keys", 90, heads=(16, 1, 576), block_size=64, max_len=1 << 20),
     _only(_HL, "128 heads", 90, speed=True, heads=(128, 1, 576), block_size=64),
     _only(_HL, "64 heads pages of 16", heads=(64, 1, 576)),
     _only(_HL, "20 heads", heads=(20, 1, 576)),

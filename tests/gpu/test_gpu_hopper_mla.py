@@ -73,6 +73,7 @@ def rounds_queries(case: LatentCase) -> bool:
 KINDS = {
     "few": (replace(PLAIN, speculative=None), 1),
     "decode": (PLAIN, 1),
+    "long": (replace(PLAIN, speculative=None, max_len=1 << 20), 1),
     "verify": (PLAIN, 4),
     "fp16": (replace(PLAIN, dtype=DType.FLOAT16), 2),
     "one_head": (replace(PLAIN, heads=1), 4),
@@ -82,6 +83,7 @@ KINDS = {
     "h128_verify": (replace(PLAIN, heads=128, speculative=1), 2),
     "wide": (replace(PLAIN, heads=4, speculative=15, max_tokens=2048), 16),
     "e4m3": (E4M3, 1),
+    "e4m3_long": (replace(E4M3, speculative=None, max_len=1 << 20), 1),
     "e4m3_verify": (E4M3, 4),
     "e4m3_fp16_h20": (replace(E4M3, dtype=DType.FLOAT16, heads=20), 2),
     "e4m3_h64": (replace(E4M3, heads=64), 1),

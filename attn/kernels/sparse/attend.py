@@ -358,19 +358,23 @@ def fold_states_kernel(
     int32. Segments past the end of a list were not stored, and are not read. WAITS: the kernel may
     have been started while :func:`sparse_mla_kernel` still writes states, and waits for it.
     """
-    if WAITS:
-        gdc_wait()
     pid = tl.program_id(0)
     token = (pid // HEAD_TILES).to(tl.int64)
+    # The list's length was written before the kernel that writes states was started.
+    if lens_ptr is None:
+        length = topk
+    else:
+        length = tl.minimum(tl.load(lens_ptr + token), topk)
+    factor = 1.0
+    if factor_ptr is not None:
+        factor = tl.load(factor_ptr)
+    if WAITS:
+        gdc_wait()
     row = tl.program_id(1) * FINISH_ROWS + tl.arange(0, FINISH_ROWS)
     head = (pid % HEAD_TILES) * ROWS + row
     wanted = head < NUM_HEADS
     columns = tl.program_id(2) * FINISH_WIDTH + tl.arange(0, FINISH_WIDTH)
     cells = row[:, None] * WIDTH + columns[None, :]
-    if lens_ptr is None:
-        length = topk
-    else:
-        length = tl.minimum(tl.load(lens_ptr + token), topk)
     parts = tl.cdiv(length, SEGMENT)
     m = tl.full([FINISH_ROWS], float("-inf"), tl.float32)
     l = tl.zeros([FINISH_ROWS], tl.float32)
@@ -384,9 +388,6 @@ def fold_states_kernel(
             states_ptr, sums_ptr, slot + part, row, cells, there, mask, ROWS, WIDTH
         )
         m, l, acc = fold(m, l, acc, n, k, b)
-    factor = 1.0
-    if factor_ptr is not None:
-        factor = tl.load(factor_ptr)
     at = row * 0 + token
     write_rows(
         m, l, acc, at, head, wanted, columns, columns >= 0,

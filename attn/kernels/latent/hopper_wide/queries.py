@@ -60,8 +60,7 @@ def load_queries(token, count, in_group, walks, query, room, tile, W: gl.constex
 
 @gluon.jit
 def _load_half(token, count, in_group, query, room, tile, W: gl.constexpr):
-    """Copy half of the columns of the queries, over 16 bits; warp group 0 has the rotary ones, too.
-    """
+    """Copy half of the columns of the queries, over 16 bits; warp group 0 has the rotary ones."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
     tokens, head, wanted = query_rows(token, count, in_group, tile, LAYOUT)
@@ -119,7 +118,8 @@ def _load_terms(token, count, in_group, walks, query, room, tile, W: gl.constexp
     # bring into range, would get numbers.
     up = gl.where(most < 2.0**114, 8.0 * up, float("nan"))
     room.factors.slice(FIRST, HALF_ROWS, dim=0).store(up * (scale * query.scale * LOG2E))
-    room.scale.store(gl.full([1], scale, gl.float32, ONE))
+    if W == 0:
+        room.scale.store(gl.full([1], scale, gl.float32, ONE))
     # A power of two is bf16, and so is its product with an element.
     down = (0.125 * down).to(rotary.dtype)
     boxes = reinterpret(room.q_boxes, gl.float8e4nv, [8, 64, 128], gl.NVMMASharedLayout(128, 8, 2))
@@ -134,7 +134,9 @@ def _load_terms(token, count, in_group, walks, query, room, tile, W: gl.constexp
 
 @gluon.jit
 def _largest_of(x, rotary):
-    """The largest magnitude of each row, fp32, of bf16 ``x [rows, 128]`` and ``rotary [rows, 64]``.
+    """The largest magnitude of each row, fp32.
+
+    Both are bf16: ``x`` ``[rows, 128]``, ``rotary`` ``[rows, 64]``.
     """
     first, second = gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, 64]), (0, 2, 1)))
     most = gl.convert_layout(_larger(first, second), rotary.type.layout, assert_trivial=True)
@@ -144,9 +146,7 @@ def _largest_of(x, rotary):
 @gluon.jit
 def _larger(x, y):
     """The larger magnitudes of bf16 numbers; their signs mean nothing."""
-    return gl.inline_asm_elementwise(
-        LARGER, "=r,r,r", [x, y], dtype=x.dtype, is_pure=True, pack=2
-    )
+    return gl.inline_asm_elementwise(LARGER, "=r,r,r", [x, y], dtype=x.dtype, is_pure=True, pack=2)
 
 
 @gluon.jit
