@@ -74,9 +74,13 @@ EXPLAINED: Final = {
         "consumer.py:_with_all_sums",
     ): "sums to the other consumer, behind a partition's barrier and one arrival",
     (
-        "consumer.py:_agreed_guard",
-        "consumer.py:_agreed_guard",
-    ): "maxima to the other consumer, behind a partition's barrier and one arrival",
+        "scorer.py:_store_weights",
+        "columns.py:_attend",
+    ): "whether rows have new references, behind the scorer's barrier and one arrival",
+    (
+        "scorer.py:weigh_latents",
+        "columns.py:_numbers_of",
+    ): "sums of weights, behind the scorer's barrier and one arrival",
     ("exchanges.py:give", "exchanges.py:take"): "a control: behind a barrier and one arrival",
 }
 """Functions that write and read in exchanges that racecheck reports although they are ordered."""
