@@ -70,11 +70,14 @@ def _load_state(plan, slot, cells, is_there, tile):
 
 
 @gluon.jit
-def _cells(first, tile, WIDTH: gl.constexpr):
-    """The cells of WIDTH columns of a state, from column ``first`` on, and these columns."""
+def _cells(first, tile, WIDTH: gl.constexpr, zero=0):
+    """The cells of WIDTH columns of a state, from column ``first`` on, and these columns.
+
+    ``zero`` may be one that the compiler does not know.
+    """
     LANES: gl.constexpr = 16
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [_WARPS, 1], [1, 0])
-    row = gl.arange(0, 16, layout=gl.SliceLayout(1, LAYOUT))
+    row = gl.arange(0, 16, layout=gl.SliceLayout(1, LAYOUT)) + zero
     column = first + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
     mine = row < tile.USED
     cells = Cells(
@@ -303,7 +306,8 @@ def _group_slots(work, lending_group, segment_group, segment_groups, slots, plan
 @gluon.jit
 def _fold_piece(piece, slot, count, work, head, plan, out, tile):
     """Fold a piece of the columns of ``count`` states in neighbouring slots, and write it."""
-    cells, column = _cells(piece * _PIECE, tile, _PIECE)
+    # With a constant zero Triton 3.9 spills the thread's number, and others.
+    cells, column = _cells(piece * _PIECE, tile, _PIECE, opaque_zero())
     state = _empty_state(cells)
     for part in range(0, count, 16):
         at = slot + part

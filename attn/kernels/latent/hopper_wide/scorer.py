@@ -46,6 +46,9 @@ _FIRST = tl.constexpr(6.0)
 KEEPS_PLACE = gl.constexpr(triton_release() == (3, 8))
 """Whether the sums of all runs of products are in the same registers. Otherwise Triton 3.8 has too
 few, and runs the products one after the other. Triton 3.6 takes a tenth longer with it."""
+AS_LOADED = gl.constexpr(triton_release() == (3, 7))
+"""Whether a thread stores the limits of the rows whose limits it loads. Otherwise Triton 3.7 spills
+two addresses; with it Triton 3.6 does."""
 VOTE = tl.constexpr(
     "{ .reg .pred p; setp.gt.f32 p, $1, 0f46800000; vote.sync.any.pred p, p, 0xFFFFFFFF;"
     " selp.b32 $0, 1, 0, p; }"
@@ -146,7 +149,9 @@ def _limits_of(room):
 @gluon.jit
 def _store_limits(cut, room, tile):
     """Store the last key that each query row of the part sees."""
-    row = gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    ONCE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    ROWS: gl.constexpr = gl.SliceLayout(0, tile.SCORES) if AS_LOADED else ONCE
+    row = gl.arange(0, 64, layout=ROWS)
     _limits_of(room).store(gl.minimum(cut.first + row // tile.TILE_HEADS, cut.kv_len - 1))
     thread_barrier()
 
