@@ -153,10 +153,37 @@ class Habits:
     """The softmax denominator is the sum of rounded probabilities."""
     approximates_tanh: bool = False
     """A soft cap uses the hardware's approximate tanh."""
+    key_scale: float = 0.0
+    """Scores are sums of products of e4m3 queries and of keys that are e4m3 times this scale, see
+    :func:`e4m3_sums`. 0: scores are summed in fp32."""
 
 
 CAREFUL = Habits()
 """The habits of a kernel that rounds nothing that it need not."""
+
+
+E4M3_COLUMNS = 32
+"""Columns whose products of e4m3 a matrix unit of Hopper adds at a time."""
+E4M3_DIGITS = 13
+"""Binary digits that such a sum keeps behind its first, as measured on an H200
+(``docs/notebook/latent.md``)."""
+
+
+def e4m3_sums(q: Tensor, k: Tensor) -> Tensor:
+    """Scores ``[G, T, S]`` of e4m3 queries ``[T, G, D]`` and keys ``[S, D]``, as Hopper adds them.
+
+    The products of some columns are added to the sum of those before. All of these numbers are cut,
+    towards zero, behind E4M3_DIGITS digits of the largest one.
+    """
+    total = q.new_zeros(q.shape[1], q.shape[0], len(k))
+    for first in range(0, q.shape[-1], E4M3_COLUMNS):
+        columns = slice(first, first + E4M3_COLUMNS)
+        products = torch.einsum("tgd,sd->gtsd", q[..., columns], k[:, columns])
+        largest = torch.maximum(products.abs().amax(-1), total.abs())
+        digit = torch.exp2(torch.frexp(largest)[1] - (1.0 + E4M3_DIGITS))
+        cut = torch.trunc(products / digit[..., None]).sum(-1)
+        total = (cut + torch.trunc(total / digit)) * digit
+    return total
 
 
 def low_precision_attention(
@@ -199,7 +226,11 @@ def low_precision_attention(
     outs, lses = [], []
     for kv_head in range(k.shape[1]):
         heads = slice(kv_head * group, (kv_head + 1) * group)
-        s = torch.einsum("tgd,sd->gts", q[:, heads], k[:, kv_head]) * rules.scale
+        if habits.key_scale:
+            codes = (k[:, kv_head] / habits.key_scale).to(torch.float8_e4m3fn).to(wide)
+            s = e4m3_sums(q[:, heads], codes) * (habits.key_scale * rules.scale)
+        else:
+            s = torch.einsum("tgd,sd->gts", q[:, heads], k[:, kv_head]) * rules.scale
         if rules.logits_soft_cap is not None:
             s = torch.tanh(s / rules.logits_soft_cap) * rules.logits_soft_cap
             if habits.approximates_tanh:

@@ -76,4 +76,5 @@ def both(habits: list[Habits]) -> Habits:
         fp8_weights=any(one.fp8_weights for one in habits),
         rounds_sums=any(one.rounds_sums for one in habits),
         approximates_tanh=any(one.approximates_tanh for one in habits),
+        key_scale=max((one.key_scale for one in habits), default=0.0),
     )

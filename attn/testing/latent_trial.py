@@ -41,6 +41,12 @@ from specs.engine import DecodeKernel
 from specs.kv_cache import MLAAttentionSpec, SlidingWindowMLASpec
 
 
+def _rounds_queries(record: Any) -> bool:
+    """Whether a kernel of this library rounds the queries of a record's decodes to e4m3."""
+    tile = getattr(getattr(record.decode, "split", None), "hopper", None)
+    return bool(getattr(tile, "rounds_queries", False))
+
+
 def latent_output(weights: LatentWeights, request: Request) -> Tensor:
     """The output of a dense MLA layer for one request, by definition: float64 ``[Tq, H, V]``.
 
@@ -430,13 +436,20 @@ class LatentTrial(Trial):
             return oracle.sparse_mla(*q, *keys, self.lists[request.row], scale)
         return oracle.mla_absorbed(*q, *keys, request.first_position, request.rules)
 
-    def _low_latent_state(self, request: Request, absorbed: Tensor, rows: Tensor) -> State:
-        """The latent state of absorbed queries over latent rows, in the model's precision."""
+    def _low_latent_state(
+        self, request: Request, absorbed: Tensor, rows: Tensor, record: Any
+    ) -> State:
+        """The latent state of absorbed queries over latent rows, in the model's precision.
+
+        Queries that the kernel of the record rounds to e4m3 are multiplied as such.
+        """
+        scale = float(self.layer._k_scale) if _rounds_queries(record) else 0.0
+        habits = budget.Habits(key_scale=scale)
 
         def low(query: Tensor, keys: Tensor, first: int, rules: Rules) -> State:
             key = keys[:, None]
             value = key[..., : self.case.rank]
-            return budget.low_precision(query, key, value, first, rules, self.dtype)
+            return budget.low_precision(query, key, value, first, rules, self.dtype, habits)
 
         if request.row not in self.lists:
             return low(absorbed, rows, request.first_position, request.rules)
@@ -463,11 +476,11 @@ class LatentTrial(Trial):
             absorbed, rows = self._absorbed(request.query), request.key[:, 0]
             expected = self._latent_state(request, absorbed, rows)
             low_rows, read = self._low_rows(request), self._read_query(absorbed, record)
-            latents.append((expected, self._low_latent_state(request, read, low_rows)))
+            latents.append((expected, self._low_latent_state(request, read, low_rows, record)))
             if self.case.cache_dtype.is_quantized and result.cache_is_right:
                 held = torch.cat([part.real for part in self._stored(slots)], -1)
                 exact = self._latent_state(request, read, held)
-                stored.append((exact, self._low_latent_state(request, read, held)))
+                stored.append((exact, self._low_latent_state(request, read, held, record)))
         self._judge_outputs(results, outs, result)
         self._judge_latents("latent", "lse", results, latents, result)
         self._judge_latents("stored", "stored", results, stored, result)
@@ -480,8 +493,7 @@ class LatentTrial(Trial):
             AssertionError: no kernel of this backend is known to round queries over this cache, or
                 nobody asked for that.
         """
-        tile = getattr(getattr(record.decode, "split", None), "hopper", None)
-        if getattr(tile, "rounds_queries", False):
+        if _rounds_queries(record):
             if not self.fp8_mla_queries or self.case.cache_dtype is not CacheDType.FP8_E4M3:
                 raise AssertionError("decode rounds queries to e4m3, which nobody asked for")
             return stored_rows.rounded_queries(absorbed)
@@ -548,7 +560,8 @@ class LatentTrial(Trial):
         """
 
         def attend(query: Tensor, rows: Tensor) -> Tensor:
-            return self._low_latent_state(request, self._read_query(query, record), rows)[0]
+            read = self._read_query(query, record)
+            return self._low_latent_state(request, read, rows, record)[0]
 
         stored, scale = self._low_rows(request), None
         if getattr(getattr(record, "ragged", None), "dtype", None) is torch.float8_e4m3fn:

@@ -331,6 +331,22 @@ def test_weights_of_e4m3_are_rounded_to_it() -> None:
     assert lse.item() == pytest.approx(math.log(1.3), rel=1e-6)
 
 
+def test_sums_of_e4m3_products_lose_digits_far_behind_the_largest() -> None:
+    q, k = torch.ones(1, 1, 64), torch.zeros(2, 64)
+    q[..., 0], k[:, 0] = 128, 64
+    k[:, 32:] = torch.tensor([0.5, 1.0])[:, None]
+    assert budgets.e4m3_sums(q, k).flatten().tolist() == [2**13, 2**13 + 32]
+
+
+def test_scores_of_e4m3_keys_are_such_sums() -> None:
+    q, k = torch.ones(1, 1, 64), torch.zeros(1, 1, 64)
+    q[..., 0], k[..., 0], k[..., 32:] = 128, 64, 0.5
+    given = q, 3 * k, k, 0, Rules(1.0), torch.bfloat16
+    assert budgets.low_precision_attention(*given)[1].item() == 3 * (2**13 + 16)
+    habits = Habits(key_scale=3.0)
+    assert budgets.low_precision_attention(*given, habits=habits)[1].item() == 3 * 2**13
+
+
 def test_sums_of_rounded_weights_are_in_the_lse_and_not_in_the_output() -> None:
     # Two keys, the second 0.3 times as likely as the first: 0.30078125 in bf16.
     q = torch.ones(1, 1, 1)

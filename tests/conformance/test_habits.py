@@ -45,5 +45,5 @@ def test_wrappers_round_what_their_kernel_does() -> None:
 
 def test_a_row_of_several_kernels_has_the_habits_of_all() -> None:
     assert both([]) == CAREFUL
-    parts = [Habits(rounds_sums=True), Habits(fp8_weights=True)]
-    assert both(parts) == Habits(fp8_weights=True, rounds_sums=True)
+    parts = [Habits(rounds_sums=True), Habits(fp8_weights=True, key_scale=0.5)]
+    assert both(parts) == Habits(fp8_weights=True, rounds_sums=True, key_scale=0.5)
