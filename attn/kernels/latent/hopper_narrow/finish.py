@@ -57,15 +57,18 @@ _WIDE = tl.constexpr(256)
 
 
 @gluon.jit
-def _load_state(plan, slot, cells, is_there, tile):
-    """Load a stored state; unless ``is_there``, the empty state, which changes no fold."""
+def _load_state(plan, slot, cells, is_there, tile, other=0.0):
+    """Load a stored state; unless ``is_there``, the empty state, which changes no fold.
+
+    An empty state's sum is 0, so its output may be any numbers: ``other``.
+    """
     mine = cells.mine & is_there
     slot = slot.to(gl.int64)
     sums = plan.sums_ptr + slot * (2 * tile.USED)
     m = gl.load(sums + cells.row, mask=mine, other=float("-inf"), cache_modifier=".cg")
     l = gl.load(sums + tile.USED + cells.row, mask=mine, other=0.0, cache_modifier=".cg")
     at = plan.states_ptr + slot * (tile.USED * tile.SIZE) + cells.cell
-    acc = gl.load(at, mask=cells.mask & is_there, other=0.0, cache_modifier=".cg")
+    acc = gl.load(at, mask=cells.mask & is_there, other=other, cache_modifier=".cg")
     return State(m=m, l=l, acc=acc)
 
 
@@ -216,19 +219,11 @@ def slot_of_last(work):
 
 @gluon.jit
 def _load_unless_own(plan, slot, own, is_own, is_there, cells, tile):
-    """The state in ``slot``, or the state ``own`` from registers; empty unless ``is_there``.
-
-    An empty state's sum is 0, so its output may be any number: it has that of ``own``.
-    """
-    found = is_there & (is_own == 0)
-    mine = cells.mine & found
-    slot = slot.to(gl.int64)
-    sums = plan.sums_ptr + slot * (2 * tile.USED)
-    m = gl.load(sums + cells.row, mask=mine, other=float("-inf"), cache_modifier=".cg")
-    l = gl.load(sums + tile.USED + cells.row, mask=mine, other=0.0, cache_modifier=".cg")
-    at = plan.states_ptr + slot * (tile.USED * tile.SIZE) + cells.cell
-    acc = gl.load(at, mask=cells.mask & found, other=own.acc, cache_modifier=".cg")
-    return State(m=gl.where(is_own, own.m, m), l=gl.where(is_own, own.l, l), acc=acc)
+    """The state in ``slot``, or the state ``own`` from registers; empty unless ``is_there``."""
+    found = _load_state(plan, slot, cells, is_there & (is_own == 0), tile, own.acc)
+    return State(
+        m=gl.where(is_own, own.m, found.m), l=gl.where(is_own, own.l, found.l), acc=found.acc
+    )
 
 
 @gluon.jit
