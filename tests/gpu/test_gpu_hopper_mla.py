@@ -201,7 +201,9 @@ def test_every_case_that_it_serves_is_right(case: LatentCase) -> None:
     check_case(TritonMLABackend, case, DEVICE)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if rounds_queries(case)], ids=str)
+@pytest.mark.parametrize(
+    "case", [case for case in (*CASES, *SHORT_CASES) if rounds_queries(case)], ids=str
+)
 def test_queries_may_be_rounded_to_e4m3(case: LatentCase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trial, "fp8_mla_queries", True)
     check_case(TritonMLABackend, case, DEVICE)
