@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from builders.splitkv.device.blocks import IN_A_WARP, plan_few, plan_slice
 from builders.splitkv.device.groups import (
     Batch,
     Counts,
@@ -22,7 +23,6 @@ from builders.splitkv.device.groups import (
     Stripe,
     Tile,
 )
-from builders.splitkv.device.in_one_warp import IN_A_WARP, plan_few, plan_slice
 from builders.splitkv.device.work_items import request_at, segment_groups_of, tiles_of_tokens
 from builders.splitkv.record import SLICE
 
