@@ -60,8 +60,8 @@ def test_pages_of_logits_are_copied_ahead(compiled: dict[int, dict[str, Facts]])
     """Shared memory has queries and four pages; five programs fit."""
     facts = compiled[90]["paged logits e4m3 hopper"]
     assert facts.warp_group_products == 4
-    # Four of queries; four of keys and one of scales for each of three pages ahead of the loop, and
-    # in it.
+    # Four copies bring queries. Four bring keys and one brings scales, for each of three pages
+    # ahead of the loop and for a page in it.
     assert facts.asynchronous_copies == 4 + 4 * 5
     assert facts.shared == 64 * 128 + 4 * 64 * 132
     assert 5 * (facts.shared + 1024) <= limit_of(90) + 1024

@@ -340,7 +340,7 @@ class E4m3Room:
     """``[64]`` fp32, the factors of the rows' products in units of log 2."""
     row_numbers: gl.shared_memory_descriptor
     """``[2, 64]`` fp32, numbers of rows, by group of columns: the factors of its output, behind a
-    part's last block. Before, the scorer's limits, as int32."""
+    part's last block. Up to then the memory holds the scorer's limits, as int32."""
     scale: gl.shared_memory_descriptor
     """``[1]`` fp32, the scale of the cache, from the first queries on."""
     scale_ptr: gl.tensor
@@ -352,8 +352,8 @@ class E4m3Room:
     summed: gl.shared_memory_descriptor
     """``[1]`` mbarrier: the sums of a part's weights are stored."""
     loaded: gl.shared_memory_descriptor
-    """``[2, 1]`` mbarriers: both groups of columns have stored their half of the queries; and they
-    have them in registers."""
+    """``[2, 1]`` mbarriers. The first: both groups of columns have stored their half of the
+    queries. The second: both groups have loaded their half to registers."""
     TERMS: gl.constexpr
     """int, e4m3 numbers whose sum a query element becomes: 2, or 1 if it is rounded, and then there
     are no small terms."""

@@ -108,7 +108,7 @@ def _plan_block(
         first_row + at, position, position < shares.total, row_place, first_tile, row_tiles,
         shares.cost, num_rows, rules.tile.SEGMENT_UNIT, split,
     )  # fmt: skip
-    # A share holds the start of the next one too, which that one's thread stores.
+    # A share also holds the start of the next share, which the next share's thread stores.
     real = owned & (c < split.NUM_GROUPS)
     store_two(plan.starts_ptr, c, 2, owned, start, segment)
     store_two(plan.shares_ptr, c, SHARE_FIELDS, real, start, segment)

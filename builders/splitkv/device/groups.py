@@ -160,7 +160,7 @@ class PrefillTiles(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What a slice of the requests has to know of all requests: int32 scalars."""
+    """Sums over requests that the plan of a slice of them needs: int32 scalars."""
 
     num_rows: tl.tensor
     """Work items of the step."""

@@ -11,9 +11,9 @@ program that has the first segment keeps the fold of its whole blocks, and store
 Every program says with its arrival which slots it has filled. A program that finds all others
 arrived takes a short way: :func:`fold_if_last`.
 
-**Pieces.** One multiprocessor needs 20 us to read the states of a million keys' segment groups. So
-the states of more than _FEW segment groups are folded by several programs, each a piece of their
-columns: see :func:`_fold_in_pieces`.
+**Pieces.** A program took 26 us to fold the states of a million keys' segment groups alone
+(``docs/notebook/latent.md``). So several programs fold the states of more than _FEW segment groups,
+and each takes pieces of their columns: see :func:`_fold_in_pieces`.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ _FEW = tl.constexpr(16)
 _PIECE = tl.constexpr(64)
 """Columns of a piece."""
 _LOOKS = tl.constexpr(256)
-"""How often a program looks whether all segment groups have arrived. A look takes about 1 us."""
+"""How often a program looks, at most, whether all segment groups have arrived."""
 _CLAIM = tl.constexpr(1 << 10)
-"""What the claim of a piece adds to the counter of segment groups; lower bits count arrivals."""
+"""The number that the claim of a piece adds to the counter of segment groups. Lower bits count
+arrivals: a request of 128M keys has 96 segment groups."""
 _LEAVE = tl.constexpr(1 << 21)
-"""What a program adds to that counter that leaves before all segment groups have arrived."""
+"""The number that a program adds to that counter if it leaves before all have arrived."""
 _WARPS = tl.constexpr(8)
 _WIDE = tl.constexpr(256)
 """Columns that are folded at a time."""
@@ -73,23 +74,28 @@ def _load_state(plan, slot, cells, is_there, tile, other=0.0):
 
 
 @gluon.jit
-def _cells(first, tile, WIDTH: gl.constexpr, zero=0):
-    """The cells of WIDTH columns of a state, from column ``first`` on, and these columns.
-
-    ``zero`` may be one that the compiler does not know.
-    """
-    LANES: gl.constexpr = 16
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [_WARPS, 1], [1, 0])
-    row = gl.arange(0, 16, layout=gl.SliceLayout(1, LAYOUT)) + zero
-    column = first + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
+def _cells_of(row, column, tile):
+    """The cells of a state in some rows ``[16]`` and columns."""
     mine = row < tile.USED
-    cells = Cells(
+    return Cells(
         row=row,
         cell=row[:, None] * tile.SIZE + column[None, :],
         mine=mine,
         mask=mine[:, None] & (column >= 0)[None, :],
     )
-    return cells, column
+
+
+@gluon.jit
+def _cells(first, tile, WIDTH: gl.constexpr, zero=0):
+    """The cells of WIDTH columns of a state, from column ``first`` on, and these columns.
+
+    ``zero`` is added to rows: 0, or an :func:`opaque_zero`, whose value the compiler does not know.
+    """
+    LANES: gl.constexpr = 16
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [_WARPS, 1], [1, 0])
+    row = gl.arange(0, 16, layout=gl.SliceLayout(1, LAYOUT)) + zero
+    column = first + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
+    return _cells_of(row, column, tile), column
 
 
 @gluon.jit
@@ -117,7 +123,7 @@ def _fold_spaced(
 ):  # fmt: skip
     """Fold ``count`` states that lie ``spacing`` slots apart, four under way at a time.
 
-    Of the first four, those are folded whose bit is set in ``there``; the first always is.
+    Bit i of ``there`` says whether state i of the first four is folded; bit 0 is always set.
     """
     for first in range(0, tile.SIZE, WIDTH):
         cells, column = _cells(first, tile, WIDTH)
@@ -253,13 +259,7 @@ def fold_if_last(work, state, lending_group, plan, tile):
         STATE: gl.constexpr = state.acc.type.layout
         row = gl.arange(0, 16, layout=gl.SliceLayout(1, STATE)) + opaque_zero()
         column = gl.arange(0, tile.SIZE, layout=gl.SliceLayout(0, STATE))
-        mine = row < tile.USED
-        cells = Cells(
-            row=row,
-            cell=row[:, None] * tile.SIZE + column[None, :],
-            mine=mine,
-            mask=mine[:, None] & (column >= 0)[None, :],
-        )
+        cells = _cells_of(row, column, tile)
         slots = slots_of(work, lending_group, plan)
         own = slot_of_last(work)
         is_1 = ((there >> BLOCK) & 1) != 0

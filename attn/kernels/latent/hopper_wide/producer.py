@@ -125,8 +125,8 @@ def produce_latents(num_rows, cache, ring, room, plan, out, HEADS: gl.constexpr)
                 )  # fmt: skip
                 if block == 0 and cache.E4M3:
                     if turn == 0:
-                        # Here all of a block has as many bytes, and the queries have arrived before
-                        # they are stored as e4m3.
+                        # A block of e4m3 has as many bytes as half a block of 16 bits. The queries
+                        # have arrived when groups have loaded them, before they store them.
                         mbarrier.wait(room.loaded.index(1), 0)
                 if cache.PREFETCH:
                     if key_tile + 1 < cut.high:

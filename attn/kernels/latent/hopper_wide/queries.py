@@ -60,7 +60,7 @@ def load_queries(token, count, in_group, walks, query, room, tile, W: gl.constex
 
 @gluon.jit
 def _load_half(token, count, in_group, query, room, tile, W: gl.constexpr):
-    """Copy half of the columns of the queries, over 16 bits; warp group 0 has the rotary ones."""
+    """Copy half of the columns of the queries, over 16 bits; group 0 also copies rotary columns."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
     tokens, head, wanted = query_rows(token, count, in_group, tile, LAYOUT)
@@ -110,7 +110,7 @@ def _load_terms(token, count, in_group, walks, query, room, tile, W: gl.constexp
     most = _largest_of(most, rotary)
     # The producer waits for this before it asks for the second block.
     mbarrier.arrive(room.loaded.index(1), count=1)
-    # The other group's output of the previous item was where the rows come.
+    # These rows are stored where the other group's output of the previous item was.
     mbarrier.wait(room.loaded.index(1), walks & 1)
     # 2^3 less than for fp16: e4m3 has numbers up to 448.
     down, up = power_of_two_guard(most)
