@@ -358,6 +358,8 @@ def fold_states_kernel(
     int32. Segments past the end of a list were not stored, and are not read. WAITS: the kernel may
     have been started while :func:`sparse_mla_kernel` still writes states, and waits for it.
     """
+    # Registers hold the states that are under way.
+    AHEAD: tl.constexpr = 16 if FINISH_ROWS == 1 else 8
     pid = tl.program_id(0)
     token = (pid // HEAD_TILES).to(tl.int64)
     # The list's length was written before the kernel that writes states was started.
@@ -380,14 +382,20 @@ def fold_states_kernel(
     l = tl.zeros([FINISH_ROWS], tl.float32)
     acc = tl.zeros([FINISH_ROWS, FINISH_WIDTH], tl.float32)
     slot = pid * SEGMENTS
-    for part in tl.static_range(SEGMENTS):
-        # Past the last segment the state is empty: folding it changes nothing.
-        there = wanted & (part < parts)
-        mask = there[:, None] & (columns >= 0)[None, :]
-        n, k, b = load_state(
-            states_ptr, sums_ptr, slot + part, row, cells, there, mask, ROWS, WIDTH
-        )
-        m, l, acc = fold(m, l, acc, n, k, b)
+    for first in tl.static_range(0, SEGMENTS, AHEAD):
+        # These states are all under way before the first is folded: a load takes longer than folds.
+        states = ()
+        for part in tl.static_range(first, min(first + AHEAD, SEGMENTS)):
+            # Past the last segment the state is empty: folding it changes nothing.
+            there = wanted & (part < parts)
+            mask = there[:, None] & (columns >= 0)[None, :]
+            state = load_state(
+                states_ptr, sums_ptr, slot + part, row, cells, there, mask, ROWS, WIDTH
+            )
+            states += (state,)
+        for i in tl.static_range(min(AHEAD, SEGMENTS - first)):
+            n, k, b = states[i]
+            m, l, acc = fold(m, l, acc, n, k, b)
     at = row * 0 + token
     write_rows(
         m, l, acc, at, head, wanted, columns, columns >= 0,
