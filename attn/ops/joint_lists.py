@@ -105,7 +105,7 @@ def _check(lists: TopkLists, block_table: torch.Tensor, joint: JointLists) -> No
         "reqs": (lists.reqs, [rows]),
         "entries": (joint.entries, [groups, tokens * topk]),
         "counts": (joint.counts, [groups]),
-        "marks": (joint.marks, [len(joint.marks), cdiv(tokens, 4), joint.marks.shape[-1]]),
+        "marks": (joint.marks, [len(joint.marks), joint.marks.shape[-1]]),
     }
     for name, (tensor, shape) in wanted.items():
         if [*tensor.shape] != shape or tensor.dtype != torch.int32 or not tensor.is_contiguous():

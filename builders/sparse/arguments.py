@@ -42,8 +42,8 @@ class JointLists(NamedTuple):
     counts: torch.Tensor
     """``[G]`` int32, entries of each list."""
     marks: torch.Tensor
-    """``[programs, cdiv(tokens, 4), window]`` int32, zero between launches: what a program notes
-    while it joins lists."""
+    """``[programs, window // 4]`` int32, zero between launches: a byte for each position of a
+    window, in which a program notes which tokens list it."""
 
 
 class ListedRows(NamedTuple):

@@ -32,7 +32,7 @@ Rows that are converted cost more in a tile of 64 heads. 16 heads, 4,096 tokens,
 drawn evenly: from 16,384 keys of 16 bits joint lists took 2,058 us and lists of tokens 2,257; from
 32,768 keys 2,192 and 2,098, but 1,476 and 2,055 where neighbours have half of their keys in common.
 From 8,192 converted keys they took 1,774 and 1,338."""
-_WINDOW: Final = 4096
+_WINDOW: Final = 32768
 """Positions that a program which joins lists marks at a time."""
 _PROGRAMS_PER_SM: Final = 4
 """Programs on each multiprocessor that join lists."""
@@ -102,7 +102,7 @@ class JointPrefill:
         programs = _PROGRAMS_PER_SM * multiprocessors
         window = min(_WINDOW, self._reach)
         window = 1 << (window - 1).bit_length()
-        buffers.declare("marks", (programs, cdiv(tokens, 4), window), torch.int32)
+        buffers.declare("marks", (programs, window // 4), torch.int32)
         buffers.declare("joint_counts", (cdiv(rows, tokens),), torch.int32)
 
     def serves(self, count: int, bounds: Sequence[int]) -> bool:

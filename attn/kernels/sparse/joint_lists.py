@@ -18,7 +18,6 @@ import triton.language as tl
 from builders.launch.call import LaunchOptions
 from builders.launch.launcher import Launch, Launcher
 from builders.sparse.arguments import JointLists, TopkLists
-from builders.sparse.joint import MOST_JOINED
 
 _VARYING: Final = ["num_tokens", "table_width"]
 _ANYWHERE: Final = [
@@ -26,14 +25,47 @@ _ANYWHERE: Final = [
 ]
 
 
-_STEP: Final = 1024
-"""Positions of one step of the walk over a window."""
+_WARPS: Final = 8
+"""Warps of a program."""
+_STEP: Final = 4 * 32 * _WARPS
+"""Positions of one step of the walk over a window: a word of marks for each thread."""
 
 
 @triton.jit
-def _bits_of(marks):
-    """The four bytes of marks, each 0 or 1, as four bits."""
-    return (marks | (marks >> 7) | (marks >> 14) | (marks >> 21)) & 15
+def _bytes_set(marks):
+    """For each of the four bytes of marks, uint32, a bit in its place: 1 unless the byte is 0."""
+    # A carry out of the lowest seven bits says that one of them is set.
+    return ((((marks & 0x7F7F7F7F) + 0x7F7F7F7F) | marks) >> 7) & 0x01010101
+
+
+@triton.jit
+def _write_entries(
+    marks, position, place, table, out, there, TOKENS: tl.constexpr, PAGE_SIZE: tl.constexpr
+):  # fmt: skip
+    """Write the entries of four positions for each word of marks.
+
+    Args:
+        marks: ``[N]`` uint32, the marks of positions from ``position`` on.
+        position: ``[N]`` int32, multiples of 4.
+        place: ``[N]`` int32, where in the list the first of the entries goes.
+        table: pointer to the request's row of the block table.
+        out: pointer to the list.
+        there: ``[N]`` bool, whether the request has the first of the positions.
+        TOKENS: tokens of a list.
+        PAGE_SIZE: tokens of a block.
+    """
+    # Mostly four positions lie in one block.
+    ALIKE: tl.constexpr = PAGE_SIZE % 4 == 0
+    block = tl.load(table + position // PAGE_SIZE, mask=there, other=0)
+    for i in tl.static_range(4):
+        members = (marks >> (8 * i)) & 255
+        listed = members != 0
+        if not ALIKE:
+            block = tl.load(table + (position + i) // PAGE_SIZE, mask=listed, other=0)
+        slot = block * PAGE_SIZE + (position + i) % PAGE_SIZE
+        entry = slot | (members << (32 - TOKENS)).to(tl.int32, bitcast=True)
+        tl.store(out + place, entry, mask=listed)
+        place += listed.to(tl.int32)
 
 
 @triton.jit
@@ -78,17 +110,17 @@ def join_lists_kernel(
 
     Joint lists are ``[cdiv(T, TOKENS), TOKENS * TOPK]``, and their lengths go to ``counts_ptr``;
     entries past a length are not written. Tokens of several requests may meet in a group: their
-    entries follow one another. ``marks_ptr`` and ``words_ptr`` are the bytes and the words of marks
-    ``[programs, cdiv(TOKENS, 4), WINDOW]``, zero before and after a launch. TILE is a power of two,
-    at least TOPK.
+    entries follow one another. A program marks the positions of a window, a byte for each with a
+    bit for each token, and then walks the marks. ``marks_ptr`` and ``words_ptr`` are the bytes and
+    the words of marks ``[programs, WINDOW // 4]``, zero before and after a launch. TILE is a power
+    of two, at least TOPK.
     """
-    PLANES: tl.constexpr = (TOKENS + 3) // 4
-    mine = tl.program_id(0).to(tl.int64) * (PLANES * WINDOW)
+    mine = tl.program_id(0).to(tl.int64) * (WINDOW // 4)
     marks = marks_ptr + mine * 4
     words = words_ptr + mine
     member = tl.arange(0, TOKENS)
     groups = tl.cdiv(num_tokens, TOKENS)
-    for group in range(tl.program_id(0), groups, tl.num_programs(0)):
+    for group in tl.range(tl.program_id(0), groups, tl.num_programs(0), disable_licm=True):
         # The interpreter counts groups with numbers of Python.
         number = tl.zeros([], tl.int32) + group
         out = entries_ptr + number.to(tl.int64) * (TOKENS * TOPK)
@@ -107,7 +139,7 @@ def join_lists_kernel(
             longest = tl.max(tl.where(here, visible, 0), 0)
             longest = tl.minimum(longest, table_width * PAGE_SIZE)
             table = block_table_ptr + req.to(tl.int64) * table_row
-            for first in range(0, longest, WINDOW):
+            for first in tl.range(0, longest, WINDOW, disable_licm=True):
                 width = tl.minimum(longest - first, WINDOW)
                 # The list of the next token is loaded while this one's is marked.
                 ids = _listed(
@@ -123,27 +155,30 @@ def join_lists_kernel(
                         )  # fmt: skip
                     place = ids - first
                     inside = (ids >= 0) & (place >= 0) & (place < width)
-                    # A mark has four bytes; those of the tokens from the fourth on lie a window
-                    # further.
-                    mark = (i // 4 * WINDOW + place) * 4 + i % 4
-                    tl.store(marks + mark, place * 0 + 1, mask=inside)
+                    # A position that a token lists twice is marked twice alike.
+                    known = tl.zeros([TILE], tl.uint8)
+                    if i > 0:
+                        known = tl.load(marks + place, mask=inside, other=0)
+                    tl.store(marks + place, known | (1 << i), mask=inside)
+                    # Other threads read the marks.
+                    tl.debug_barrier()
                     ids = after
-                # Other threads read the marks.
-                tl.debug_barrier()
-                for low in range(0, width, STEP):
-                    at = low + tl.arange(0, STEP)
-                    members = _bits_of(tl.load(words + at))
-                    tl.store(words + at, tl.zeros([STEP], tl.int32))
-                    if PLANES > 1:
-                        members |= _bits_of(tl.load(words + WINDOW + at)) << 4
-                        tl.store(words + WINDOW + at, tl.zeros([STEP], tl.int32))
-                    position = first + at
-                    listed = members != 0
-                    ones = listed.to(tl.int32)
-                    block = tl.load(table + position // PAGE_SIZE, mask=listed, other=0)
-                    slot = block * PAGE_SIZE + position % PAGE_SIZE
-                    end = tl.cumsum(ones, 0) + count
-                    tl.store(out + end - 1, slot | (members << (32 - TOKENS)), mask=listed)
+                # Marks come from the L2 cache, so they are loaded a step ahead.
+                ahead = tl.load(words + tl.arange(0, STEP // 4))
+                for low in tl.range(0, width, STEP, disable_licm=True):
+                    word = low // 4 + tl.arange(0, STEP // 4)
+                    marked = ahead.to(tl.uint32, bitcast=True)
+                    tl.store(words + word, tl.zeros([STEP // 4], tl.int32))
+                    more = word * 4 + STEP < width
+                    ahead = tl.load(words + word + STEP // 4, mask=more, other=0)
+                    flags = _bytes_set(marked)
+                    ones = flags + (flags >> 16)
+                    ones = ((ones + (ones >> 8)) & 7).to(tl.int32)
+                    before = count + tl.cumsum(ones, 0) - ones
+                    there = word * 4 < width
+                    _write_entries(
+                        marked, first + word * 4, before, table, out, there, TOKENS, PAGE_SIZE
+                    )
                     count += tl.sum(ones, 0)
                 # Marks are zero again before others are set.
                 tl.debug_barrier()
@@ -161,7 +196,7 @@ def join_lists_launch(
     ids, marks = lists.ids, joint.marks
     tensors = (ids, lists.visible_lens, lists.reqs, block_table, marks, joint.entries, joint.counts)
     places = tuple(tensor.is_cuda for tensor in tensors)
-    sizes = ids.shape[1], joint.tokens, marks.shape[2], block_size
+    sizes = ids.shape[1], joint.tokens, 4 * marks.shape[1], block_size
     varying = {
         "ids_ptr": ids,
         "visible_ptr": lists.visible_lens,
@@ -193,7 +228,6 @@ def _launcher(
         "STEP": min(_STEP, window),
         "PAGE_SIZE": block_size,
     }
-    # With 8 warps of 128 registers two programs fit a multiprocessor; eight tokens need more.
-    num_warps, max_registers = (16, None) if tokens == MOST_JOINED else (8, 128)
-    options = LaunchOptions(num_warps=num_warps, max_registers=max_registers)
+    # Two programs of 128 registers fit a multiprocessor.
+    options = LaunchOptions(num_warps=_WARPS, max_registers=128)
     return Launcher(join_lists_kernel, fixed, options=options, is_typed=True)
