@@ -117,7 +117,8 @@ def test_bits_depend_on_the_row_alone(layout: LatentFormat, heads: int) -> None:
 def test_the_tile_follows_heads_rows_and_device() -> None:
     few, many = (SparseShape(16, 2048), SparseShape(128, 2048))
     sm90 = DeviceKind.SM90
-    assert sparse_tile(few, sm90, 132, 1).programs(2048) == 16
+    assert sparse_tile(few, sm90, 132, 1).programs(2048) == 32
+    assert sparse_tile(few, sm90, 132, 2).programs(2048) == 16
     assert sparse_tile(few, sm90, 132, 128).programs(2048) == 1
     assert sparse_tile(many, sm90, 132, 1).programs(2048) == 8
     assert sparse_tile(many, sm90, 132, 66).programs(2048) == 1

@@ -189,14 +189,16 @@ def _attend_span(
     L = l
     A = acc
     slot = pid * tile.SEGMENTS
-    ids = listed_ids(mine, low, length, KV_TILE)
-    ahead = listed_ids(mine, low + 1, length, KV_TILE)
+    # Rows behind the span are another program's: they are not loaded ahead.
+    end = tl.minimum(length, high * KV_TILE)
+    ids = listed_ids(mine, low, end, KV_TILE)
+    ahead = listed_ids(mine, low + 1, end, KV_TILE)
     latent = 0
     if tile.HOLDS_NEXT:
         latent = _latent_of(ids, cache)
     for number in tl.range(low, high, num_stages=tile.STAGES, disable_licm=True):
         if not tile.CARRIES_IDS:
-            ids = listed_ids(mine, number, length, KV_TILE)
+            ids = listed_ids(mine, number, end, KV_TILE)
         m, l, acc, held = _attend_listed(
             m, l, acc, ids, ahead, latent, q, r, logits_scale, cache, tile
         )
@@ -206,7 +208,7 @@ def _attend_span(
             # Triton does not pipeline a loop that merely hands a value on. This maximum changes
             # nothing, since ids are at least -1.
             ids = tl.maximum(ahead, -1)
-            ahead = listed_ids(mine, number + 2, length, KV_TILE)
+            ahead = listed_ids(mine, number + 2, end, KV_TILE)
         if CLOSES:
             if ((number + 1) % TILES == 0) | (number + 1 == high):
                 if WHOLE:
