@@ -394,9 +394,9 @@ def fold_states_kernel(
             state = load_state(
                 states_ptr, sums_ptr, slot + part, row, cells, there, mask, ROWS, WIDTH
             )
-            states += (state,)
+            states += (state,)  # type: ignore[assignment]
         for i in tl.static_range(min(AHEAD, SEGMENTS - first)):
-            n, k, b = states[i]
+            n, k, b = states[i]  # type: ignore[var-annotated]
             m, l, acc = fold(m, l, acc, n, k, b)
     at = row * 0 + token
     write_rows(
