@@ -74,6 +74,9 @@ class NarrowSparseTile:
     warp group has the rest of 504."""
     producer_registers: int = 88
     """Registers per thread of the warp group that copies rows."""
+    programs_per_sm: int | None = 1
+    """Programs per multiprocessor that take piece after piece of the work; None launches one
+    program for each piece."""
 
 
 @dataclass(frozen=True)

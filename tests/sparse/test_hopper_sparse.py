@@ -454,9 +454,11 @@ def test_states_of_few_heads_are_the_oracles(
 ) -> None:
     """The kernel gives right results for whole lists and for lists in parts.
 
-    Queries are fp16 throughout, which the launcher would refuse beside bf16.
+    Two programs that take all pieces of work give the bits of a program for each piece. Queries are
+    fp16 throughout, which the launcher would refuse beside bf16.
     """
     monkeypatch.setattr(sparse_launch, "hopper_misfit", lambda *_: None)
+    monkeypatch.setattr(sparse_launch, "_multiprocessors", lambda _: 2)
     for text, meaning in {
         sparse_operands._WOVEN_PAIRS: woven_pairs,
         sparse_parts._LOG2: np.log2,
@@ -473,8 +475,12 @@ def test_states_of_few_heads_are_the_oracles(
     tiles = [hopper_sparse_tile(shape, *sizes) for sizes in ((1, 99), (132, 8))]
     for tile in tiles:
         trial = SparseTrial(case)
-        assert trial.misses(*launched(trial, tile)) == {}
-    assert len(calls) == len(tiles)
+        found = launched(trial, tile)
+        assert trial.misses(*found) == {}
+        assert isinstance(tile.hopper, NarrowSparseTile)
+        each = replace(tile, hopper=replace(tile.hopper, programs_per_sm=None))
+        assert all(map(torch.equal, found, launched(trial, each)))
+    assert len(calls) == 2 * len(tiles)
 
 
 @pytest.fixture

@@ -76,7 +76,7 @@ def hopper_sparse_form(
     # Pieces of work of a list: one for each tile of heads and part of the list.
     pieces = tile.head_tiles(layer.num_heads) * parts
     if isinstance(asked, NarrowSparseTile):
-        return _narrow_form(layer, tile, asked, constants, pieces, parts)
+        return _narrow_form(layer, tile, asked, tensors, constants, pieces, parts)
     return _wide_form(layer, tile, asked, tensors, constants, pieces)
 
 
@@ -142,6 +142,7 @@ def _narrow_form(
     layer: SparseLayer,
     tile: SparseTile,
     asked: NarrowSparseTile,
+    tensors: SparseTensors,
     constants: Mapping[str, Any],
     pieces: int,
     parts: int,
@@ -154,23 +155,26 @@ def _narrow_form(
         "PRODUCER": asked.producer_registers,
     }
 
-    def values(tensors: SparseTensors, strides: Strides) -> tuple[Any, ...]:
-        rows, k_scale, lse = tensors.rows, tensors.k_scale, tensors.lse
+    def values(given: SparseTensors, strides: Strides) -> tuple[Any, ...]:
+        rows, k_scale, lse = given.rows, given.k_scale, given.lse
         assert rows is not None
-        unused = tensors.output if lse is None else lse
+        unused = given.output if lse is None else lse
         return (
-            *_values(parts > 1, tensors, strides),
+            *_values(parts > 1, given, strides),
             # Rows begin with their latents.
             rows.words(torch.int32),
             unused if k_scale is None else k_scale,
+            given.query.shape[0],
         )
+
+    most = _most_programs(asked, tensors)
 
     return LaunchForm(
         hopper_narrow_sparse_kernel,
         {**constants, **own},
-        (*_VARYING, "latent_ptr", "factor_ptr"),
+        (*_VARYING, "latent_ptr", "factor_ptr", "tokens"),
         values,
-        lambda rows: (rows * pieces,),
+        lambda rows: (min(rows * pieces, most) if most else rows * pieces,),
         LaunchOptions(num_warps=4, waits=True),
     )
 
@@ -203,9 +207,7 @@ def _wide_form(
         "PRODUCER": asked.producer_registers,
     }
     parts = constants["PARTS"]
-    most = 0
-    if asked.programs_per_sm is not None:
-        most = asked.programs_per_sm * _multiprocessors(tensors)
+    most = _most_programs(asked, tensors)
 
     def grid(rows: int) -> tuple[int, ...]:
         total = rows * pieces
@@ -232,6 +234,13 @@ def _wide_form(
         grid,
         LaunchOptions(num_warps=4, waits=True),
     )
+
+
+def _most_programs(asked: HopperSparseTile | NarrowSparseTile, tensors: SparseTensors) -> int:
+    """Most programs of a launch, each of which takes piece after piece; 0 for any number."""
+    if asked.programs_per_sm is None:
+        return 0
+    return asked.programs_per_sm * _multiprocessors(tensors)
 
 
 def _multiprocessors(tensors: SparseTensors) -> int:

@@ -93,8 +93,7 @@ class Division:
     """
 
     tokens: Value
-    """int32, number of query tokens; None in the narrow kernel, where each program takes one
-    piece."""
+    """int32, number of query tokens."""
     TOKENS: gl.constexpr
     """int, tokens of a piece: 1, 2, 4 or 8."""
     HEADS: gl.constexpr

@@ -38,6 +38,14 @@ from attn.kernels.sparse.hopper_narrow.operands import (
     value_operand,
     value_words,
 )
+from attn.kernels.sparse.hopper_narrow.pieces import (
+    count_of,
+    entries,
+    first_entries,
+    place_of,
+    start_of,
+    tiles_of,
+)
 from attn.kernels.sparse.hopper_narrow.scores import count_keys, group_scores
 from attn.kernels.sparse.hopper_narrow.shrink import shrunk
 from attn.kernels.sparse.hopper_wide.parts import exp2, units_at
@@ -52,25 +60,31 @@ _SLACK = tl.constexpr(8.0)
 
 
 @gluon.jit
-def entries(ids_ptr, first, length, KEYS: gl.constexpr, LAYOUT: gl.constexpr):
-    """KEYS entries of a list from ``first`` on; -1 from ``length`` on.
-
-    :func:`attn.kernels.sparse.hopper_wide.parts.listed` does the same, but hides the addresses from
-    the compiler. Here they may stay in registers: nothing is spilled for them.
-    """
-    at = first + gl.arange(0, KEYS, layout=LAYOUT)
-    return gl.load(ids_ptr + at, mask=at < length, other=-1)
-
-
-@gluon.jit
-def _load_queries(ptr, token, head_tile, per_token, per_head, HEADS: gl.constexpr,
+def _load_queries(ptr, token, head_tile, per_token, per_head, wanted, HEADS: gl.constexpr,
                   ROWS: gl.constexpr, WIDTH: gl.constexpr):  # fmt: skip
     """Load queries of a tile of heads, ``[ROWS, WIDTH]``; zeros past the last head."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [ROWS // 4, 128 // ROWS], [4, 1], [1, 0])
     head = head_tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
     at = ptr + units_at(token, head, per_token, per_head)[:, None] + column[None, :]
-    return gl.load(at, mask=(head < HEADS)[:, None] & (column >= 0)[None, :], other=0.0)
+    there = wanted & (head < HEADS)
+    return gl.load(at, mask=there[:, None] & (column >= 0)[None, :], other=0.0)
+
+
+@gluon.jit
+def _queries_of(work, query, division, tile):
+    """Load both parts of the queries of a piece of work; zeros if there is no such piece."""
+    token, head_tile, part = place_of(work, division)
+    wanted = work < division.pieces()
+    x = _load_queries(
+        query.query_ptr, token, head_tile, query.query_token, query.query_head, wanted,
+        division.HEADS, tile.ROWS, 512,
+    )  # fmt: skip
+    r = _load_queries(
+        query.rotary_ptr, token, head_tile, query.rotary_token, query.rotary_head, wanted,
+        division.HEADS, tile.ROWS, 64,
+    )  # fmt: skip
+    return x, r
 
 
 @gluon.constexpr_function
@@ -118,6 +132,16 @@ def _store_queries(x, r, queries, KIND: gl.constexpr):
     queries.latent.index(1).store(x1)
     queries.latent.index(2).store(x2)
     queries.latent.index(3).store(x3)
+
+
+@gluon.jit
+def _give_queries(x, r, queries, tile):
+    """Store queries for both warp groups, as :func:`_store_queries`, and say that they are there."""
+    _store_queries(x, r, queries, tile.KIND)
+    if tile.KIND != NATIVE:
+        fence_async_shared()
+    thread_barrier()
+    mbarrier.arrive(queries.full, count=1)
 
 
 @gluon.jit
@@ -228,17 +252,20 @@ def _empty_state(tile):
 
 @gluon.jit
 def _attend(
-    W: gl.constexpr, mine, low, high, state, scale, rows_scale, queries, ring, room, tile
+    W: gl.constexpr, turn, mine, count, present, state, factor, queries, ring, room, tile
 ):  # fmt: skip
-    """Fold every other tile, from tile W on, of the entries ``[low, high)`` of a list.
+    """Fold every other tile, from tile W on, of a piece of work, whose queries are there.
+
+    Group 1 keeps the buffer of its last tile; :func:`_with_other_half` gives it back.
 
     Args:
         W: number of the warp group.
-        mine: pointer to the list.
-        low, high: int32, the entries.
+        turn: int32, tiles of the program's pieces of work before this one.
+        mine: pointer to the first entry of the piece's part of a list.
+        count: int32, entries of it.
+        present: ``[KEYS]`` int32, the entries of tile W, whether they count or not.
         state: the state of no keys.
-        scale: fp32, the layer's scale.
-        rows_scale: fp32, the scale that all rows share.
+        factor: fp32, the factor of products.
         queries: the tile of heads' :class:`attn.kernels.sparse.structures.NarrowQueries`.
         ring: the :class:`attn.kernels.sparse.structures.NarrowRing` of tiles of rows.
         room: the warp group's :class:`attn.kernels.sparse.structures.NarrowRoom`.
@@ -250,18 +277,18 @@ def _attend(
     E4M3: gl.constexpr = tile.KIND != NATIVE
     TILE: gl.constexpr = tile.KEYS
     KEY: gl.constexpr = gl.SliceLayout(1 if E4M3 else 0, tile.PRODUCT)
-    present = entries(mine, low + W * TILE, high, TILE, KEY)
-    factor = scale * rows_scale * LOG2E
-    mbarrier.wait(queries.full, 0)
+    present = gl.where(W * TILE + gl.arange(0, TILE, layout=KEY) < count, present, -1)
     if not E4M3:
         q0 = queries.latent.index(0).load(gl.DotOperandLayout(0, tile.PRODUCT, 2))
         q1 = queries.latent.index(1).load(gl.DotOperandLayout(0, tile.PRODUCT, 2))
-    turn = W
-    for first in range(low + W * TILE, high, 2 * TILE):
+    at = turn + W
+    end = tiles_of(count, TILE) * TILE
+    for first in range(W * TILE, end, 2 * TILE):
         there = present >= 0
-        present = entries(mine, first + 2 * TILE, high, TILE, KEY)
-        stage = turn % ring.STAGES
-        mbarrier.wait(ring.full.index(stage), (turn // ring.STAGES) & 1)
+        present = entries(mine, first + 2 * TILE, count, TILE, KEY)
+        # By bits: for the compiler numbers may be negative, and division takes more instructions.
+        stage = at & (ring.STAGES - 1)
+        mbarrier.wait(ring.full.index(stage), (at & ring.STAGES) // ring.STAGES)
         z = opaque_zero()
         latents = ring.latents.index(stage)
         tails = ring.tails.index(stage)
@@ -277,8 +304,11 @@ def _attend(
         top, acc = _fold_values(s, state, latents, room, tile)
         state = NarrowState(m=m, l=l, top=top, acc=acc)
         thread_barrier()
-        mbarrier.arrive(ring.empty.index(stage), count=1)
-        turn += 2
+        if W == 0:
+            mbarrier.arrive(ring.empty.index(stage), count=1)
+        else:
+            mbarrier.arrive(ring.empty.index(stage), count=1, pred=first + 2 * TILE < end)
+        at += 2
     return state
 
 
@@ -302,14 +332,15 @@ def _with_one_maximum(state, tile):
 
 
 @gluon.jit
-def _with_other_half(W: gl.constexpr, entries_seen, acc, most, sums, ring, room, tile):
+def _with_other_half(W: gl.constexpr, turn, phase, acc, most, sums, ring, room, tile):
     """Bring the states of both warp groups together: group 1 hands its state to group 0.
 
-    Group 1 hands its output over in the buffer of its own last tile, or of a tile never used.
+    Group 1 hands its output over in the buffer of its own last tile.
 
     Args:
         W: number of the warp group.
-        entries_seen: int32, entries of the list that both groups have gone through.
+        turn: int32, tiles of the program's pieces of work up to this one.
+        phase: int32, 1 if the program had an odd number of pieces before this one, else 0.
         acc, most, sums: output ``[4, 128, ROWS]``, maxima ``[ROWS]`` and sums ``[ROWS]`` of the
             group.
         ring: the :class:`attn.kernels.sparse.structures.NarrowRing` of tiles of rows.
@@ -319,10 +350,9 @@ def _with_other_half(W: gl.constexpr, entries_seen, acc, most, sums, ring, room,
     Returns:
         Output, maxima and sums of both groups in group 0; in group 1 its own.
     """
-    tiles = (entries_seen + (tile.KEYS - 1)) // tile.KEYS
+    stage = (turn - 1) & (ring.STAGES - 1)
     spare = reinterpret(
-        ring.latents.index(gl.maximum(tiles // 2 * 2 - 1, 1) % ring.STAGES), gl.float32,
-        [16 // tile.ROWS, 4, 128, tile.ROWS],
+        ring.latents.index(stage), gl.float32, [16 // tile.ROWS, 4, 128, tile.ROWS],
         gl.SwizzledSharedLayout(8, 2, tile.ROWS // 8, [2, 1, 0]),
     ).index(0)  # fmt: skip
     if W == 1:
@@ -332,7 +362,7 @@ def _with_other_half(W: gl.constexpr, entries_seen, acc, most, sums, ring, room,
         thread_barrier()
         mbarrier.arrive(room.done, count=1)
     else:
-        mbarrier.wait(room.done, 0)
+        mbarrier.wait(room.done, phase)
         VECTOR: gl.constexpr = most.type.layout
         other = room.ends.index(0).load(VECTOR)
         both = gl.maximum(most, other)
@@ -343,6 +373,8 @@ def _with_other_half(W: gl.constexpr, entries_seen, acc, most, sums, ring, room,
         ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, tile.SUMS))
         acc = acc * _to(shrink, ROW)[None, :][:, None, :]
         acc = acc + spare.load(tile.SUMS) * _to(by, ROW)[None, :][:, None, :]
+        thread_barrier()
+        mbarrier.arrive(ring.empty.index(stage), count=1)
     return acc, most, sums
 
 
@@ -350,58 +382,56 @@ def _with_other_half(W: gl.constexpr, entries_seen, acc, most, sums, ring, room,
 def consume_narrow(
     W: gl.constexpr, query, lists, rows, queries, ring, room, out, scratch, division, tile
 ):
-    """Process every other tile, from tile W on, in warp group W; group 0 writes the result of both.
+    """Process every other tile of the program's pieces of work, from tile W on, in warp group W.
 
-    The number of stages is even, so a stage always belongs to the same warp group. Otherwise, where
-    copies overtake each other, a group could be a tile ahead of the other that has not arrived, and
-    mistake the parity of an earlier tile for its own.
+    Group 0 writes the results of both. The number of stages is even, so a stage always belongs to
+    the same warp group. Otherwise, where copies overtake each other, a group could be a tile ahead
+    of the other that has not arrived, and mistake the parity of an earlier tile for its own.
     """
-    gl.static_assert(ring.STAGES % 2 == 0)
+    gl.static_assert(ring.STAGES > 1 and ring.STAGES & (ring.STAGES - 1) == 0)
+    KEY: gl.constexpr = gl.SliceLayout(0 if tile.KIND == NATIVE else 1, tile.PRODUCT)
     room = room.of(W)
-    work = gl.program_id(0)
-    token = work // (division.HEAD_TILES * division.PARTS)
-    head_tile = work % division.HEAD_TILES
-    part = work // division.HEAD_TILES % division.PARTS
     if W == 0:
         # Queries are loaded before rows are copied: behind the copies they would come last.
-        x = _load_queries(
-            query.query_ptr, token, head_tile, query.query_token, query.query_head, division.HEADS,
-            tile.ROWS, 512,
-        )  # fmt: skip
-        r = _load_queries(
-            query.rotary_ptr, token, head_tile, query.rotary_token, query.rotary_head,
-            division.HEADS, tile.ROWS, 64,
-        )  # fmt: skip
-    low = part * division.SEGMENT
-    high = gl.minimum(lists.topk, low + division.SEGMENT)
-    if lists.HAS_LENS:
-        high = gl.minimum(high, gl.load(lists.lens_ptr + token))
-    state = _empty_state(tile)
+        x, r = _queries_of(gl.program_id(0), query, division, tile)
+    present = first_entries(gl.program_id(0), W * tile.KEYS, lists, division, tile.KEYS, KEY)
+    count = count_of(gl.program_id(0), lists, division)
     rows_scale = 1.0
     if tile.KIND == RAW:
         rows_scale = gl.load(rows.scale_ptr)
-    if high > low:
-        if W == 0:
-            _store_queries(x, r, queries, tile.KIND)
-            if tile.KIND != NATIVE:
-                fence_async_shared()
-            thread_barrier()
-            mbarrier.arrive(queries.full, count=1)
-        state = _attend(
-            W, lists.of(token), low, high, state, query.scale, rows_scale, queries, ring, room,
-            tile,
-        )  # fmt: skip
-    # From here the state is three values, not a structure. A branch returns values in the order in
-    # which they are first named, and another order would give other PTX.
-    acc, most, sums = _with_one_maximum(state, tile)
-    if high > low:
-        acc, most, sums = _with_other_half(W, high - low, acc, most, sums, ring, room, tile)
     if W == 0:
-        acc = natural_order(acc, tile.KIND != NATIVE)
-        _write_or_store(
-            State(m=most, l=sums, acc=acc), token, head_tile, part, high > low, rows_scale, out,
-            scratch, division,
+        _give_queries(x, r, queries, tile)
+    turn = 0
+    phase = 0
+    for work in range(gl.program_id(0), division.pieces(), gl.num_programs(0)):
+        state = _empty_state(tile)
+        mine = start_of(work, lists, division)
+        mbarrier.wait(queries.full, phase)
+        state = _attend(
+            W, turn, mine, count, present, state, query.scale * rows_scale * LOG2E, queries, ring,
+            room, tile,
         )  # fmt: skip
+        turn = turn + tiles_of(count, tile.KEYS)
+        some = count > 0
+        # What the next piece begins with is under way while this one is finished.
+        behind = work + gl.num_programs(0)
+        if W == 0:
+            next_x, next_r = _queries_of(behind, query, division, tile)
+        present = first_entries(behind, W * tile.KEYS, lists, division, tile.KEYS, KEY)
+        count = count_of(behind, lists, division)
+        acc, most, sums = _with_one_maximum(state, tile)
+        acc, most, sums = _with_other_half(W, turn, phase, acc, most, sums, ring, room, tile)
+        if W == 0:
+            # Group 1 has read its queries. It goes on while group 0 writes the result.
+            if behind < division.pieces():
+                _give_queries(next_x, next_r, queries, tile)
+            token, head_tile, part = place_of(work, division)
+            acc = natural_order(acc, tile.KIND != NATIVE)
+            _write_or_store(
+                State(m=most, l=sums, acc=acc), token, head_tile, part, some, rows_scale, out,
+                scratch, division,
+            )  # fmt: skip
+        phase = phase ^ 1
 
 
 @gluon.jit

@@ -24,9 +24,15 @@ from attn.kernels.sparse.hopper_narrow.consumer import (
     RAW,
     SCALED,
     consume_narrow,
-    entries,
 )
 from attn.kernels.sparse.hopper_narrow.operands import scores_memory, swizzled, weights_layout
+from attn.kernels.sparse.hopper_narrow.pieces import (
+    count_of,
+    entries,
+    first_entries,
+    start_of,
+    tiles_of,
+)
 from attn.kernels.sparse.hopper_wide.parts import THREADS, UNIT
 from attn.kernels.sparse.structures import (
     Division,
@@ -43,7 +49,7 @@ from attn.kernels.sparse.structures import (
 
 @gluon.jit
 def _copy_rows(lists, rows, ring, division, SKIP: gl.constexpr):
-    """Copy listed rows tile after tile; the producer warp group runs this.
+    """Copy listed rows of the program's pieces of work, tile after tile, in the producer.
 
     Entries of -1 give zeros. A tile has two parts: the latents of its rows, and their tails, which
     are all that follows the latents. The first SKIP words of a tail's room are not copied.
@@ -55,51 +61,63 @@ def _copy_rows(lists, rows, ring, division, SKIP: gl.constexpr):
     TAIL_COPY: gl.constexpr = gl.BlockedLayout([1, 4], [128 // TAIL, TAIL // 4], [4, 1], [1, 0])
     ROW: gl.constexpr = gl.SliceLayout(1, COPY)
     TAIL_ROW: gl.constexpr = gl.SliceLayout(1, TAIL_COPY)
-    work = gl.program_id(0)
-    token = work // (division.HEAD_TILES * division.PARTS)
-    low = work // division.HEAD_TILES % division.PARTS * division.SEGMENT
-    mine = lists.of(token)
-    # The first entries are loaded up to the list's end, before the number that counts is known.
-    end = gl.minimum(lists.topk, low + division.SEGMENT)
-    ids = entries(mine, low, end, TILE, ROW)
-    tail_ids = entries(mine, low, end, TILE, TAIL_ROW)
-    high = end
+    first_work = gl.program_id(0)
+    step = gl.num_programs(0)
+    row = gl.arange(0, TILE, layout=ROW)
+    tail_row = gl.arange(0, TILE, layout=TAIL_ROW)
+    ids = first_entries(first_work, 0, lists, division, TILE, ROW)
+    tail_ids = first_entries(first_work, 0, lists, division, TILE, TAIL_ROW)
+    count = count_of(first_work, lists, division)
+    next_count = count_of(first_work + step, lists, division)
     if lists.HAS_LENS:
-        high = gl.minimum(end, gl.load(lists.lens_ptr + token))
-        row = low + gl.arange(0, TILE, layout=ROW)
-        tail_row = low + gl.arange(0, TILE, layout=TAIL_ROW)
-        ids = gl.where(row < high, ids, -1)
-        tail_ids = gl.where(tail_row < high, tail_ids, -1)
-    ahead = entries(mine, low + TILE, high, TILE, ROW)
-    tail_ahead = entries(mine, low + TILE, high, TILE, TAIL_ROW)
+        ids = gl.where(row < count, ids, -1)
+        tail_ids = gl.where(tail_row < count, tail_ids, -1)
+    source = start_of(first_work, lists, division)
+    ahead = entries(source, TILE, count, TILE, ROW)
+    tail_ahead = entries(source, TILE, count, TILE, TAIL_ROW)
+    # Entries are loaded two tiles ahead: loads queue behind copies. Next are ``left`` entries from
+    # ``source`` on, of this piece of work or of the one behind it.
+    source += 2 * TILE
+    left = count - 2 * TILE
     column = gl.arange(0, WORDS, layout=gl.SliceLayout(0, COPY))
     tail_column = gl.arange(0, TAIL, layout=gl.SliceLayout(0, TAIL_COPY))
-    for first in range(low, high, TILE):
-        turn = (first - low) // TILE
-        stage = turn % ring.STAGES
-        # Entries are loaded two tiles ahead: loads queue behind copies.
-        next_ids = entries(mine, first + 2 * TILE, high, TILE, ROW)
-        next_tail = entries(mine, first + 2 * TILE, high, TILE, TAIL_ROW)
-        offset = rows.offsets(ids) * (UNIT // 4)
-        at = rows.latent_ptr + offset[:, None] + column[None, :]
-        there = (ids >= 0)[:, None] & (column >= 0)[None, :]
-        offset = rows.offsets(tail_ids) * (UNIT // 4)
-        tail_at = rows.latent_ptr + (offset + (WORDS - SKIP))[:, None] + tail_column[None, :]
-        tail_there = (tail_ids >= 0)[:, None] & (tail_column >= SKIP)[None, :]
-        # A fresh barrier lets parity 1 pass at once.
-        mbarrier.wait(ring.empty.index(stage), ((turn // ring.STAGES) & 1) ^ 1)
-        async_gather(ring.latents.index(stage), at, mask=there)
-        async_gather(ring.tails.index(stage), tail_at, mask=tail_there)
-        arrive_behind_gathers(ring.full.index(stage), increment_count=False)
-        ids = ahead
-        tail_ids = tail_ahead
-        ahead = next_ids
-        tail_ahead = next_tail
+    turn = 0
+    for work in range(first_work, division.pieces(), step):
+        tiles = tiles_of(count, TILE)
+        # A length is loaded a whole piece of work before it is needed.
+        later_count = count_of(work + 2 * step, lists, division)
+        for number in range(tiles):
+            if number == tiles - 2:
+                source = start_of(work + step, lists, division)
+                left = next_count
+            next_ids = entries(source, 0, left, TILE, ROW)
+            next_tail = entries(source, 0, left, TILE, TAIL_ROW)
+            source += TILE
+            left = left - TILE
+            stage = turn & (ring.STAGES - 1)
+            offset = rows.offsets(ids) * (UNIT // 4)
+            at = rows.latent_ptr + offset[:, None] + column[None, :]
+            there = (ids >= 0)[:, None] & (column >= 0)[None, :]
+            offset = rows.offsets(tail_ids) * (UNIT // 4)
+            tail_at = rows.latent_ptr + (offset + (WORDS - SKIP))[:, None] + tail_column[None, :]
+            tail_there = (tail_ids >= 0)[:, None] & (tail_column >= SKIP)[None, :]
+            # A fresh barrier lets parity 1 pass at once.
+            mbarrier.wait(ring.empty.index(stage), (turn & ring.STAGES) // ring.STAGES ^ 1)
+            async_gather(ring.latents.index(stage), at, mask=there)
+            async_gather(ring.tails.index(stage), tail_at, mask=tail_there)
+            arrive_behind_gathers(ring.full.index(stage), increment_count=False)
+            ids = ahead
+            tail_ids = tail_ahead
+            ahead = next_ids
+            tail_ahead = next_tail
+            turn = turn + 1
+        count = next_count
+        next_count = later_count
 
 
 @gluon.jit(
     do_not_specialize=[
-        *("ids_row", "topk"),
+        *("ids_row", "topk", "tokens"),
         *("query_token", "query_head", "rotary_token", "rotary_head"),
     ],
     do_not_specialize_on_alignment=["ids_ptr", "lens_ptr", "lse_ptr", "sinks_ptr", "factor_ptr"],
@@ -118,6 +136,7 @@ def hopper_narrow_sparse_kernel(
     sums_ptr,
     ids_row,
     topk,
+    tokens,
     scale,
     query_token,
     query_head,
@@ -142,7 +161,11 @@ def hopper_narrow_sparse_kernel(
     SECOND: gl.constexpr,
     PRODUCER: gl.constexpr,
 ):
-    """Attention over listed rows; grid ``(T * PARTS * HEAD_TILES,)``.
+    """Attention over listed rows; grid ``(programs,)``.
+
+    There are ``T * PARTS * HEAD_TILES`` pieces of work for ``tokens`` T, and a program takes every
+    ``programs``-th of them. The producer copies rows of the next piece while consumers are still at
+    this one.
 
     Arguments are those of :func:`attn.kernels.sparse.hopper_wide.kernel.hopper_sparse_kernel`, with
     these differences. The cache is in int32 words, and KIND tells how its rows are stored.
@@ -174,7 +197,7 @@ def hopper_narrow_sparse_kernel(
         ROW_UNITS=ROW_UNITS, ROPE_AT=None, SCALES_AT=None,
     )  # fmt: skip
     division = Division(
-        tokens=None, TOKENS=1, HEADS=HEADS, HEAD_TILES=HEAD_TILES, SEGMENT=SEGMENT, PARTS=PARTS,
+        tokens=tokens, TOKENS=1, HEADS=HEADS, HEAD_TILES=HEAD_TILES, SEGMENT=SEGMENT, PARTS=PARTS,
         BALANCED=False,
     )  # fmt: skip
     out = Out(
@@ -196,7 +219,7 @@ def hopper_narrow_sparse_kernel(
     logs = gl.allocate_shared_memory(gl.float32, [2, 4, KEYS], LOGS)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    # 0: the queries are in shared memory. 1: the second warp group has stored its sums.
+    # 0: a piece's queries are in shared memory. 1: the second warp group has stored its sums.
     once = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=THREADS)
