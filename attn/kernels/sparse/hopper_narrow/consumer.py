@@ -74,7 +74,7 @@ def _load_queries(ptr, token, head_tile, per_token, per_head, wanted, HEADS: gl.
 @gluon.jit
 def _queries_of(work, query, division, tile):
     """Load both parts of the queries of a piece of work; zeros if there is no such piece."""
-    token, head_tile, part = place_of(work, division)
+    token, head_tile, _ = place_of(work, division)
     wanted = work < division.pieces()
     x = _load_queries(
         query.query_ptr, token, head_tile, query.query_token, query.query_head, wanted,
@@ -136,7 +136,7 @@ def _store_queries(x, r, queries, KIND: gl.constexpr):
 
 @gluon.jit
 def _give_queries(x, r, queries, tile):
-    """Store queries for both warp groups, as :func:`_store_queries`, and say that they are there."""
+    """Store queries, as :func:`_store_queries` does, and tell both warp groups."""
     _store_queries(x, r, queries, tile.KIND)
     if tile.KIND != NATIVE:
         fence_async_shared()

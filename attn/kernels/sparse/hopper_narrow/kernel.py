@@ -49,7 +49,7 @@ from attn.kernels.sparse.structures import (
 
 @gluon.jit
 def _copy_rows(lists, rows, ring, division, SKIP: gl.constexpr):
-    """Copy listed rows of the program's pieces of work, tile after tile, in the producer.
+    """Copy listed rows of all pieces of work of the program; the producer warp group runs this.
 
     Entries of -1 give zeros. A tile has two parts: the latents of its rows, and their tails, which
     are all that follows the latents. The first SKIP words of a tail's room are not copied.

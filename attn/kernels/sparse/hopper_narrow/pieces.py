@@ -1,4 +1,4 @@
-"""Pieces of work of the narrow Hopper sparse kernel: a token, a tile of its heads, a part of its list.
+"""Pieces of work of the narrow Hopper sparse kernel: a token, a tile of heads, a part of its list.
 
 A program takes every ``programs``-th piece. Functions here may be asked about a piece behind the
 last one, since a program loads ahead what its next piece begins with: such a piece has no entries.
