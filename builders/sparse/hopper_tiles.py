@@ -65,6 +65,14 @@ MOST_IDLE: Final = 1.1
 It is the time of all programs in rounds of whole lists, divided by the time that the lists need.
 `dec_656_h128_b128` has a ratio of 1.03 and took 223 us by tiles, 214 us by whole lists. 100 of its
 rows have a ratio of 1.32 and took 180 us by tiles, 213 us by whole lists."""
+MOST_NARROW_IDLE: Final = 8
+"""With few heads lists are cut between programs by tiles if more than one in so many programs would
+be idle in the last round of whole lists.
+
+What is won is part of one list's time, however many rounds there are: of the 50 to 60 us of 2,048
+entries, as many as programs were idle for. What is lost is the same for any number of rounds too: a
+program stores one state of 32 KiB and folds another, which by their size take 2 us. So the ratio of
+:data:`MOST_IDLE`, which falls with the rounds, does not decide here."""
 _SIXTEEN_BITS: Final = (DType.FLOAT16, DType.BFLOAT16)
 HopperOptions: TypeAlias = HopperSparseTile | NarrowSparseTile
 """Options of a Hopper kernel; their type says which kernel takes the rows."""
@@ -193,7 +201,7 @@ def hopper_sparse_tile(
     parts = max(1, min(segments, multiprocessors // programs))
     finish = rows_to_finish(programs, multiprocessors)
     tile = replace(tile, segment=max(cdiv(segments, parts), 1) * KV_TILE, finish_rows=finish)
-    if isinstance(options, NarrowSparseTile) or options.programs_per_sm is None:
+    if options.programs_per_sm is None:
         return tile
     head_tiles = tile.head_tiles(shape.num_heads)
     groups = options.programs_per_sm * multiprocessors // head_tiles
@@ -201,14 +209,20 @@ def hopper_sparse_tile(
     if not 0 < groups <= num_rows:
         return tile
     if balanced is None:
-        balanced = cdiv(num_rows, groups) * groups > MOST_IDLE * num_rows
+        idle = -num_rows % groups
+        if is_narrow:
+            balanced = idle * MOST_NARROW_IDLE > groups
+        else:
+            balanced = num_rows + idle > MOST_IDLE * num_rows
     return replace(tile, shares=groups * head_tiles) if balanced else tile
 
 
 def deciding_rows(multiprocessors: int) -> int:
-    """Number of rows from which on it no longer decides how lists are cut.
+    """Number of rows from which on it decides no more about how lists of many heads are cut.
 
-    So many rows take so many rounds that idle programs in the last one are too few to matter.
+    So many rows take so many rounds that idle programs in the last one are too few to matter. With
+    few heads the number of rows decides for ever, but all that it decides occurs among the first
+    two rounds, which are fewer rows.
     """
     return math.ceil(multiprocessors / (MOST_IDLE - 1))
 

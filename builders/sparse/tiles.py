@@ -74,6 +74,9 @@ class NarrowSparseTile:
     warp group has the rest of 504."""
     producer_registers: int = 88
     """Registers per thread of the warp group that copies rows."""
+    balanced: bool | None = None
+    """Programs walk equally many tiles if there is a row for each, so that two programs may share a
+    list. None does so only where the last round of whole lists would leave many of them idle."""
     programs_per_sm: int | None = 1
     """Programs per multiprocessor that take piece after piece of the work; None launches one
     program for each piece."""
@@ -169,7 +172,8 @@ class SparseTile:
     def counters(self) -> int:
         """Number of counters, which count the programs that arrive where two shares meet.
 
-        There is one for each program and each half of the columns.
+        There is one for each program and each half of the columns, which the narrow kernel does not
+        divide: it uses half of them.
         """
         return 2 * self.shares
 
@@ -179,7 +183,8 @@ class SparseTile:
         """fp32 elements of stored states, and of their maxima and sums; 0 where none is stored."""
         if self.shares:
             # Both parts of a list are stored where two shares meet; each half of the columns has
-            # maxima and sums of its own.
+            # maxima and sums of its own. The narrow kernel does not divide the columns, so it
+            # leaves half of the maxima and sums unused.
             return 2 * self.shares * self.rows * rank, 2 * self.shares * self.rows * 4
         if self.programs(topk) == 1:
             return 0, 0

@@ -629,6 +629,10 @@ HOPPER_VARIANTS: Final = (
     _of_latents(_HS, "8 heads 656 16 rows", heads=8, cache=_DS_MLA, rows=16),
     _of_latents(_HS, "20 heads sinks fp16", heads=20, sinks=True, dtype=DType.FLOAT16),
     _of_latents(_HS, "16 heads 576", 90, heads=16, cache=_FP8),
+    # As many rows as fill whole rounds, so that no list is cut between programs.
+    _of_latents(_HS, "16 heads whole lists", heads=16, rows=4224),
+    _of_latents(_HS, "16 heads 656 whole lists", 90, heads=16, cache=_DS_MLA, rows=4224),
+    _of_latents(_HS, "8 heads 656", heads=8, cache=_DS_MLA),
 )
 
 

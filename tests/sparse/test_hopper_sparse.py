@@ -13,12 +13,12 @@ import torch
 import triton.language as tl
 
 from attn.kernels.lang import packed
+from attn.kernels.sparse import finish as sparse_finish
 from attn.kernels.sparse import hopper_launch as sparse_launch
 from attn.kernels.sparse.hopper_narrow import operands as sparse_operands
 from attn.kernels.sparse.hopper_narrow.kernel import hopper_narrow_sparse_kernel
 from attn.kernels.sparse.hopper_narrow.shrink import shrink_text
 from attn.kernels.sparse.hopper_wide import dequantise as sparse_dequantise
-from attn.kernels.sparse.hopper_wide import finish as sparse_finish
 from attn.kernels.sparse.hopper_wide import parts as sparse_parts
 from attn.kernels.sparse.hopper_wide.kernel import hopper_sparse_kernel
 from attn.kernels.sparse.launcher import sparse_calls
@@ -447,16 +447,8 @@ def of_bf16(words: np.ndarray) -> tuple[np.ndarray, ...]:
     return tuple(pairs[..., i].numpy() for i in range(2))
 
 
-@pytest.mark.parametrize("is_late", [False, True])
-@pytest.mark.parametrize("case", FEW.values(), ids=FEW)
-def test_states_of_few_heads_are_the_oracles(
-    case: SparseCase, is_late: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The kernel gives right results for whole lists and for lists in parts.
-
-    Two programs that take all pieces of work give the bits of a program for each piece. Queries are
-    fp16 throughout, which the launcher would refuse beside bf16.
-    """
+def set_few_up(case: SparseCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let numpy run the narrow kernel, for a case whose queries are fp16 beside any rows."""
     monkeypatch.setattr(sparse_launch, "hopper_misfit", lambda *_: None)
     monkeypatch.setattr(sparse_launch, "_multiprocessors", lambda _: 2)
     for text, meaning in {
@@ -467,6 +459,19 @@ def test_states_of_few_heads_are_the_oracles(
         **({packed.SPLIT_HALVES: of_bf16} if case.layout is SCALED else {}),
     }.items():
         monkeypatch.setitem(gluon_in_numpy.ASSEMBLY, text.value, meaning)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("case", FEW.values(), ids=FEW)
+def test_states_of_few_heads_are_the_oracles(
+    case: SparseCase, is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel gives right results for whole lists and for lists in parts.
+
+    Two programs that take all pieces of work give the bits of a program for each piece. Queries are
+    fp16 throughout, which the launcher would refuse beside bf16.
+    """
+    set_few_up(case, monkeypatch)
     translation = gluon_in_numpy.Translation()
     calls = gluon_in_numpy.take_over(monkeypatch, hopper_narrow_sparse_kernel, translation)
     if is_late:
@@ -481,6 +486,60 @@ def test_states_of_few_heads_are_the_oracles(
         each = replace(tile, hopper=replace(tile.hopper, programs_per_sm=None))
         assert all(map(torch.equal, found, launched(trial, each)))
     assert len(calls) == 2 * len(tiles)
+
+
+FEW_SHARED = {
+    "16 heads": SparseCase(BF16, 16, (300, 300, 129, 300, 260, 300, 300), 300, 512, 64),
+    "short lists": SparseCase(BF16, 8, (1, 130, 0, 200, 384, 1, 65), 384, 512, 64),
+    "20 heads, sinks": SparseCase(BF16, 20, (200, 5, 0, 200), 200, 512, 64, sinks=True),
+    "a list for each": SparseCase(E4M3, 8, (384, 256), 384, 512, 64),
+    "e4m3, sinks": SparseCase(E4M3, 17, (130, 0, 300), 300, 512, 64, sinks=True),
+    "scaled": SparseCase(SCALED, 16, (520, 0, 1, 129, 640, 640, 640), 640, 512, 64),
+    "scaled, one list": SparseCase(SCALED, 1, (300,), 384, 512, 64, padded_blocks=True),
+}
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("case", FEW_SHARED.values(), ids=FEW_SHARED)
+def test_programs_of_few_heads_that_walk_equally_many_tiles(
+    case: SparseCase, is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bits do not depend on which part of a list is finished first."""
+    set_few_up(case, monkeypatch)
+    translation = gluon_in_numpy.Translation()
+    calls = gluon_in_numpy.take_over(monkeypatch, hopper_narrow_sparse_kernel, translation)
+    if is_late:
+        gluon_in_numpy.delay(monkeypatch)
+    shape = SparseShape(case.num_heads, case.topk, case.layout)
+    options = replace(usual_options(shape), balanced=True)
+    for multiprocessors in (2, 4, 6):
+        tile = hopper_sparse_tile(shape, multiprocessors, 99, options)
+        assert tile.shares == multiprocessors
+        trial = SparseTrial(case)
+        found = launched(trial, tile)
+        assert trial.misses(*found) == {}, multiprocessors
+        first = [tensor.clone() for tensor in found]
+        (programs,) = calls[-1].grid
+        assert programs == min(multiprocessors, tile.head_tiles(case.num_heads) * len(case.lens))
+        for order in (range(programs), reversed(range(programs))):
+            for tensor in found:
+                tensor.fill_(float("nan"))
+            gluon_in_numpy.run(calls[-1], list(order), translation)
+            assert all(map(torch.equal, first, found))
+            assert not calls[-1].arguments["counters_ptr"].any()
+
+
+def test_lists_of_few_heads_are_shared_where_many_programs_would_be_idle() -> None:
+    for heads, rows, shares in (
+        *((16, 131, 0), (16, 132, 0), (16, 133, 132), (16, 247, 132), (16, 248, 0), (16, 264, 0)),
+        *((16, 2048, 132), (16, 4224, 0), (20, 65, 0), (20, 66, 0), (20, 67, 132), (8, 200, 132)),
+    ):
+        for layout in LAYOUTS:
+            tile = hopper_sparse_tile(replace(SHAPE, num_heads=heads, layout=layout), 132, rows)
+            assert (tile.shares, tile.counters) == (shares, 2 * shares), (heads, rows)
+            assert tile.programs(2048) == 1 or rows < 132
+            floats = tile.state_floats(rows, heads, 2048)
+            assert not shares or floats == (2 * shares * 16 * 512, 2 * shares * 16 * 4)
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from builders.launch.launcher import Launch
 from builders.sparse import launches as sparse_launches
 from builders.sparse.arguments import TopkLists
 from builders.sparse.hopper_tiles import (
+    FEWEST_NARROW_PROGRAMS,
     HopperOptions,
     index_tile_of,
     index_tokens,
@@ -55,11 +56,12 @@ def launches(
         (True, None),
         (False, HopperSparseTile()),
         (False, HopperSparseTile(balanced=True)),
+        (False, NarrowSparseTile()),
     ],
 )
 @pytest.mark.parametrize("heads", [1, 16, 20, 64, 128])
 def test_scratch_holds_every_step_and_is_bounded(
-    facts: Any, heads: int, is_invariant: bool, hopper: HopperSparseTile | None
+    facts: Any, heads: int, is_invariant: bool, hopper: HopperOptions | None
 ) -> None:
     made, buffers = launches(heads, 8192, is_invariant, hopper)
     scratch = buffers["states"].numel(), buffers["sums"].numel()
@@ -78,7 +80,10 @@ def test_scratch_holds_every_step_and_is_bounded(
                     most = max(most, sum(tile.state_floats(launch.rows + 1, heads, TOPK)))
             # Query tokens are taken in turn only where their states would not fit at once.
             assert launch.rows >= rows or most * 4 > sparse_launches.STATE_BYTES
-            assert (launch.tile.hopper is not None) == (phase is PREFILL and hopper is not None)
+            is_hopper = phase is PREFILL and hopper is not None
+            if isinstance(hopper, NarrowSparseTile):
+                is_hopper &= max(rows, 1) * -(-heads // 16) >= FEWEST_NARROW_PROGRAMS
+            assert (launch.tile.hopper is not None) == is_hopper
             assert launch.twin.hopper is None
     assert made.of(5, DECODE).tile == made.of(5, DECODE).tile
 

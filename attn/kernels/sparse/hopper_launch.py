@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ ALIGNMENT = 16
 _VARYING = (
     *("query_ptr", "rotary_ptr", "query_token", "query_head", "rotary_token", "rotary_head"),
     *("sinks_ptr", "ids_ptr", "ids_row", "lens_ptr", "out_ptr", "lse_ptr", "states_ptr"),
-    "sums_ptr",
+    *("sums_ptr", "counters_ptr", "tokens"),
 )
 """Arguments that every launch of either kernel is given."""
 
@@ -76,7 +76,7 @@ def hopper_sparse_form(
     # Pieces of work of a list: one for each tile of heads and part of the list.
     pieces = tile.head_tiles(layer.num_heads) * parts
     if isinstance(asked, NarrowSparseTile):
-        return _narrow_form(layer, tile, asked, tensors, constants, pieces, parts)
+        return _narrow_form(layer, tile, asked, tensors, constants, pieces)
     return _wide_form(layer, tile, asked, tensors, constants, pieces)
 
 
@@ -99,12 +99,13 @@ def _constants(
         "OUT_HEAD": output.stride(1),
         "LSE_TOKEN": 0 if tensors.lse is None else tensors.lse.stride(0),
         "HAS_LENS": tensors.topk_lens is not None,
+        "BALANCED": tile.shares > 0,
         "SINKS": tensors.sinks is not None,
         "LSE": tensors.lse is not None,
     }
 
 
-def _values(stores: bool, tensors: SparseTensors, strides: Strides) -> tuple[Any, ...]:
+def _values(tile: SparseTile, tensors: SparseTensors, strides: Strides) -> tuple[Any, ...]:
     """Values of ``_VARYING``; a pointer that a flag says is unused may be any.
 
     Strides of queries per token and per head are in units of 16 bytes. They are not compile-time
@@ -112,13 +113,15 @@ def _values(stores: bool, tensors: SparseTensors, strides: Strides) -> tuple[Any
     number of tokens in the batch.
 
     Args:
-        stores: the kernel stores states.
+        tile: how heads and lists are cut, which says whether states are stored.
         tensors: the tensors of the launch.
         strides: of the queries.
     """
     query, output, indices = tensors.query, tensors.output, tensors.indices
     sinks, lens, lse = tensors.sinks, tensors.topk_lens, tensors.lse
     units = ALIGNMENT // query.element_size()
+    shares = tile.shares > 0
+    stores = shares or tile.segments(indices.shape[1]) > 1
     query_token, query_head, rotary_token, rotary_head = strides
     return (
         query,
@@ -135,6 +138,8 @@ def _values(stores: bool, tensors: SparseTensors, strides: Strides) -> tuple[Any
         output if lse is None else lse,
         tensors.states if stores else output,
         tensors.sums if stores else output,
+        tensors.counters if shares else indices,
+        query.shape[0],
     )
 
 
@@ -145,7 +150,6 @@ def _narrow_form(
     tensors: SparseTensors,
     constants: Mapping[str, Any],
     pieces: int,
-    parts: int,
 ) -> LaunchForm:
     own = {
         "KIND": _KINDS[layer.layout],
@@ -160,21 +164,18 @@ def _narrow_form(
         assert rows is not None
         unused = given.output if lse is None else lse
         return (
-            *_values(parts > 1, given, strides),
+            *_values(tile, given, strides),
             # Rows begin with their latents.
             rows.words(torch.int32),
             unused if k_scale is None else k_scale,
-            given.query.shape[0],
         )
-
-    most = _most_programs(asked, tensors)
 
     return LaunchForm(
         hopper_narrow_sparse_kernel,
         {**constants, **own},
-        (*_VARYING, "latent_ptr", "factor_ptr", "tokens"),
+        (*_VARYING, "latent_ptr", "factor_ptr"),
         values,
-        lambda rows: (min(rows * pieces, most) if most else rows * pieces,),
+        _grid(tile, asked, tensors, pieces),
         LaunchOptions(num_warps=4, waits=True),
     )
 
@@ -201,46 +202,37 @@ def _wide_form(
         "SCALES_AT": row["scale"].offset if is_scaled else 0,
         "SCALED": is_scaled,
         "KEYS": tile.kv_tile // 2,
-        "BALANCED": tile.shares > 0,
         "EARLY": asked.early,
         "SECOND": asked.second_registers,
         "PRODUCER": asked.producer_registers,
     }
-    parts = constants["PARTS"]
-    most = _most_programs(asked, tensors)
-
-    def grid(rows: int) -> tuple[int, ...]:
-        total = rows * pieces
-        return (tile.shares or (min(total, most) if most else total),)
-
-    # Scratch for lists of which two programs have a part each; any pointers where none has.
-    shares = tile.shares > 0
 
     def values(given: SparseTensors, strides: Strides) -> tuple[Any, ...]:
         rows = given.rows
         assert rows is not None
-        return (
-            *_values(shares or parts > 1, given, strides),
-            rows.words(element),
-            given.query.shape[0],
-            given.counters if shares else given.indices,
-        )
+        return (*_values(tile, given, strides), rows.words(element))
 
     return LaunchForm(
         hopper_sparse_kernel,
         {**constants, **own},
-        (*_VARYING, "latent_ptr", "tokens", "counters_ptr"),
+        (*_VARYING, "latent_ptr"),
         values,
-        grid,
+        _grid(tile, asked, tensors, pieces),
         LaunchOptions(num_warps=4, waits=True),
     )
 
 
-def _most_programs(asked: HopperSparseTile | NarrowSparseTile, tensors: SparseTensors) -> int:
-    """Most programs of a launch, each of which takes piece after piece; 0 for any number."""
+def _grid(
+    tile: SparseTile,
+    asked: HopperSparseTile | NarrowSparseTile,
+    tensors: SparseTensors,
+    pieces: int,
+) -> Callable[[int], tuple[int, ...]]:
+    """The grid for a number of rows: programs that take piece after piece, each at least one."""
     if asked.programs_per_sm is None:
-        return 0
-    return asked.programs_per_sm * _multiprocessors(tensors)
+        return lambda rows: (rows * pieces,)
+    most = tile.shares or asked.programs_per_sm * _multiprocessors(tensors)
+    return lambda rows: (min(rows * pieces, most),)
 
 
 def _multiprocessors(tensors: SparseTensors) -> int:

@@ -56,6 +56,16 @@ class Lists:
         """Pointer to the list of a token."""
         return self.ids_ptr + token.to(gl.int64) * wide(self.ids_row)
 
+    @gluon.jit
+    def length_of(self, token):
+        """How many entries of a token's list count: those before it, of which there may be more
+        than the list has.
+        """
+        length = self.topk
+        if self.HAS_LENS:
+            length = gl.load(self.lens_ptr + token)
+        return length
+
 
 @aggregate
 class LatentRows:
@@ -106,7 +116,7 @@ class Division:
     """int, parts of a list."""
     BALANCED: gl.constexpr
     """bool, whether programs take equally many tiles of keys, so that a list may lie in two
-    programs; only in the wide kernel."""
+    programs."""
 
     @gluon.jit
     def pieces(self):
@@ -142,12 +152,12 @@ class Scratch:
 
     states_ptr: gl.tensor
     """fp32, outputs: ``[T, HEAD_TILES, PARTS, heads, 512]`` where lists have parts; with BALANCED
-    as :func:`attn.kernels.sparse.hopper_wide.finish.finish_shared` says."""
+    as :func:`attn.kernels.sparse.finish.finish_shared` says."""
     sums_ptr: gl.tensor
     """fp32, maxima and sums: ``[T, HEAD_TILES, PARTS, 2, heads]`` where lists have parts; with
     BALANCED as that function says."""
     counters_ptr: Value
-    """``[places, HEAD_TILES, 2]`` int32, arrivals of warp groups, zero between launches; read with
+    """int32, arrivals of warp groups as that function says, zero between launches; read with
     BALANCED."""
 
 
@@ -364,7 +374,10 @@ class WideTile:
 
 @aggregate
 class Piece:
-    """A piece of work of the wide kernel: a token, a tile of its heads, and keys of its list."""
+    """A piece of work: a token, a tile of its heads, and keys of its list.
+
+    A tile of keys is one block, or in the narrow kernel one tile, for each of two consumers.
+    """
 
     token: Value
     """int32, number of the token."""

@@ -29,6 +29,7 @@ from attn.kernels.lang.constants import LOG2E
 from attn.kernels.lang.opaque import opaque_zero
 from attn.kernels.lang.structures import State
 from attn.kernels.lang.wgmma import base_of
+from attn.kernels.sparse.finish import finish_shared
 from attn.kernels.sparse.hopper_narrow.operands import (
     key_operand,
     key_words,
@@ -40,15 +41,14 @@ from attn.kernels.sparse.hopper_narrow.operands import (
 )
 from attn.kernels.sparse.hopper_narrow.pieces import (
     count_of,
-    entries,
     first_entries,
-    place_of,
     start_of,
     tiles_of,
 )
 from attn.kernels.sparse.hopper_narrow.scores import count_keys, group_scores
 from attn.kernels.sparse.hopper_narrow.shrink import shrunk
-from attn.kernels.sparse.hopper_wide.parts import exp2, units_at
+from attn.kernels.sparse.hopper_wide.parts import exp2, listed, units_at
+from attn.kernels.sparse.pieces import filled, place_at, work_at, works_of
 from attn.kernels.sparse.structures import NarrowState
 
 STATE_ROWS = tl.constexpr(16)
@@ -72,10 +72,9 @@ def _load_queries(ptr, token, head_tile, per_token, per_head, wanted, HEADS: gl.
 
 
 @gluon.jit
-def _queries_of(work, query, division, tile):
-    """Load both parts of the queries of a piece of work; zeros if there is no such piece."""
-    token, head_tile, _ = place_of(work, division)
-    wanted = work < division.pieces()
+def _queries_of(piece, wanted, query, division, tile):
+    """Load both parts of the queries of a piece of work; zeros unless they are ``wanted``."""
+    token, head_tile = piece.token, piece.head_tile
     x = _load_queries(
         query.query_ptr, token, head_tile, query.query_token, query.query_head, wanted,
         division.HEADS, tile.ROWS, 512,
@@ -252,17 +251,17 @@ def _empty_state(tile):
 
 @gluon.jit
 def _attend(
-    W: gl.constexpr, turn, mine, count, present, state, factor, queries, ring, room, tile
+    W: gl.constexpr, turn, mine, piece, present, state, factor, queries, ring, room, tile
 ):  # fmt: skip
     """Fold every other tile, from tile W on, of a piece of work, whose queries are there.
 
-    Group 1 keeps the buffer of its last tile; :func:`_with_other_half` gives it back.
+    Group 1 keeps the buffer of its last tile, in which it hands its output to group 0.
 
     Args:
         W: number of the warp group.
         turn: int32, tiles of the program's pieces of work before this one.
-        mine: pointer to the first entry of the piece's part of a list.
-        count: int32, entries of it.
+        mine: pointer to the first entry of the piece.
+        piece: the piece of work.
         present: ``[KEYS]`` int32, the entries of tile W, whether they count or not.
         state: the state of no keys.
         factor: fp32, the factor of products.
@@ -277,15 +276,16 @@ def _attend(
     E4M3: gl.constexpr = tile.KIND != NATIVE
     TILE: gl.constexpr = tile.KEYS
     KEY: gl.constexpr = gl.SliceLayout(1 if E4M3 else 0, tile.PRODUCT)
+    count = count_of(piece, TILE)
     present = gl.where(W * TILE + gl.arange(0, TILE, layout=KEY) < count, present, -1)
     if not E4M3:
         q0 = queries.latent.index(0).load(gl.DotOperandLayout(0, tile.PRODUCT, 2))
         q1 = queries.latent.index(1).load(gl.DotOperandLayout(0, tile.PRODUCT, 2))
     at = turn + W
-    end = tiles_of(count, TILE) * TILE
+    end = tiles_of(piece) * TILE
     for first in range(W * TILE, end, 2 * TILE):
         there = present >= 0
-        present = entries(mine, first + 2 * TILE, count, TILE, KEY)
+        present = listed(mine, first + 2 * TILE, count, TILE, KEY)
         # By bits: for the compiler numbers may be negative, and division takes more instructions.
         stage = at & (ring.STAGES - 1)
         mbarrier.wait(ring.full.index(stage), (at & ring.STAGES) // ring.STAGES)
@@ -332,50 +332,29 @@ def _with_one_maximum(state, tile):
 
 
 @gluon.jit
-def _with_other_half(W: gl.constexpr, turn, phase, acc, most, sums, ring, room, tile):
-    """Bring the states of both warp groups together: group 1 hands its state to group 0.
+def _hand_over(acc, most, sums, spare, room):
+    """Group 1 hands its output ``[4, 128, ROWS]``, maxima and sums ``[ROWS]`` to group 0.
 
-    Group 1 hands its output over in the buffer of its own last tile.
-
-    Args:
-        W: number of the warp group.
-        turn: int32, tiles of the program's pieces of work up to this one.
-        phase: int32, 1 if the program had an odd number of pieces before this one, else 0.
-        acc, most, sums: output ``[4, 128, ROWS]``, maxima ``[ROWS]`` and sums ``[ROWS]`` of the
-            group.
-        ring: the :class:`attn.kernels.sparse.structures.NarrowRing` of tiles of rows.
-        room: the warp group's :class:`attn.kernels.sparse.structures.NarrowRoom`.
-        tile: the kernel's :class:`attn.kernels.sparse.structures.NarrowTile`.
-
-    Returns:
-        Output, maxima and sums of both groups in group 0; in group 1 its own.
+    The output goes into ``spare`` ``[4, 128, ROWS]`` fp32, the buffer of the group's last tile.
     """
-    stage = (turn - 1) & (ring.STAGES - 1)
-    spare = reinterpret(
-        ring.latents.index(stage), gl.float32, [16 // tile.ROWS, 4, 128, tile.ROWS],
-        gl.SwizzledSharedLayout(8, 2, tile.ROWS // 8, [2, 1, 0]),
-    ).index(0)  # fmt: skip
-    if W == 1:
-        spare.store(acc)
-        room.ends.index(0).store(most)
-        room.ends.index(1).store(sums)
-        thread_barrier()
-        mbarrier.arrive(room.done, count=1)
-    else:
-        mbarrier.wait(room.done, phase)
-        VECTOR: gl.constexpr = most.type.layout
-        other = room.ends.index(0).load(VECTOR)
-        both = gl.maximum(most, other)
-        shrink = exp2(most - base_of(both))
-        by = exp2(other - base_of(both))
-        sums = gl.fma(sums, shrink, room.ends.index(1).load(VECTOR) * by)
-        most = both
-        ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, tile.SUMS))
-        acc = acc * _to(shrink, ROW)[None, :][:, None, :]
-        acc = acc + spare.load(tile.SUMS) * _to(by, ROW)[None, :][:, None, :]
-        thread_barrier()
-        mbarrier.arrive(ring.empty.index(stage), count=1)
-    return acc, most, sums
+    spare.store(acc)
+    room.ends.index(0).store(most)
+    room.ends.index(1).store(sums)
+    thread_barrier()
+    mbarrier.arrive(room.done, count=1)
+
+
+@gluon.jit
+def _with_other_half(acc, most, sums, other_most, other_sums, spare, tile):
+    """The output, maxima and sums of both groups; ``spare`` has the output of the other group."""
+    both = gl.maximum(most, other_most)
+    shrink = exp2(most - base_of(both))
+    by = exp2(other_most - base_of(both))
+    ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, tile.SUMS))
+    acc, shrinks = gl.broadcast(acc, _to(shrink, ROW)[None, :][:, None, :])
+    other = spare.load(tile.SUMS) * _to(by, ROW)[None, :][:, None, :]
+    # In so many words: the compiler would delay additions, and hold both terms until then.
+    return gl.fma(acc, shrinks, other), both, gl.fma(sums, shrink, other_sums * by)
 
 
 @gluon.jit
@@ -391,11 +370,12 @@ def consume_narrow(
     gl.static_assert(ring.STAGES > 1 and ring.STAGES & (ring.STAGES - 1) == 0)
     KEY: gl.constexpr = gl.SliceLayout(0 if tile.KIND == NATIVE else 1, tile.PRODUCT)
     room = room.of(W)
+    first, last, step = works_of(lists.topk, division, tile.KEYS)
+    piece = work_at(first, lists, division, tile.KEYS)
     if W == 0:
         # Queries are loaded before rows are copied: behind the copies they would come last.
-        x, r = _queries_of(gl.program_id(0), query, division, tile)
-    present = first_entries(gl.program_id(0), W * tile.KEYS, lists, division, tile.KEYS, KEY)
-    count = count_of(gl.program_id(0), lists, division)
+        x, r = _queries_of(piece, True, query, division, tile)
+    present = first_entries(piece, W * tile.KEYS, lists, tile.KEYS, KEY)
     rows_scale = 1.0
     if tile.KIND == RAW:
         rows_scale = gl.load(rows.scale_ptr)
@@ -403,34 +383,47 @@ def consume_narrow(
         _give_queries(x, r, queries, tile)
     turn = 0
     phase = 0
-    for work in range(gl.program_id(0), division.pieces(), gl.num_programs(0)):
+    for work in range(first, last, step):
         state = _empty_state(tile)
-        mine = start_of(work, lists, division)
+        mine = start_of(piece, lists, tile.KEYS)
         mbarrier.wait(queries.full, phase)
         state = _attend(
-            W, turn, mine, count, present, state, query.scale * rows_scale * LOG2E, queries, ring,
+            W, turn, mine, piece, present, state, query.scale * rows_scale * LOG2E, queries, ring,
             room, tile,
         )  # fmt: skip
-        turn = turn + tiles_of(count, tile.KEYS)
-        some = count > 0
-        # What the next piece begins with is under way while this one is finished.
-        behind = work + gl.num_programs(0)
+        turn = turn + tiles_of(piece)
+        # What the next piece begins with is under way while this one is finished. Behind the last
+        # piece that one is taken again, and nothing of it is used.
+        goes_on = work + step < last
+        next_piece = place_at(gl.minimum(work + step, last - 1), lists, division, tile.KEYS)
+        next_length = lists.length_of(next_piece.token)
         if W == 0:
-            next_x, next_r = _queries_of(behind, query, division, tile)
-        present = first_entries(behind, W * tile.KEYS, lists, division, tile.KEYS, KEY)
-        count = count_of(behind, lists, division)
+            next_x, next_r = _queries_of(next_piece, goes_on, query, division, tile)
+        present = first_entries(next_piece, W * tile.KEYS, lists, tile.KEYS, KEY)
         acc, most, sums = _with_one_maximum(state, tile)
-        acc, most, sums = _with_other_half(W, turn, phase, acc, most, sums, ring, room, tile)
-        if W == 0:
-            # Group 1 has read its queries. It goes on while group 0 writes the result.
-            if behind < division.pieces():
+        stage = (turn - 1) & (ring.STAGES - 1)
+        spare = reinterpret(
+            ring.latents.index(stage), gl.float32, [16 // tile.ROWS, 4, 128, tile.ROWS],
+            gl.SwizzledSharedLayout(8, 2, tile.ROWS // 8, [2, 1, 0]),
+        ).index(0)  # fmt: skip
+        if W == 1:
+            _hand_over(acc, most, sums, spare, room)
+        else:
+            mbarrier.wait(room.done, phase)
+            other_most = room.ends.index(0).load(most.type.layout)
+            other_sums = room.ends.index(1).load(most.type.layout)
+            # Group 1 has read its queries, and its maxima and sums have been read. It goes on while
+            # group 0 finishes this piece.
+            if goes_on:
                 _give_queries(next_x, next_r, queries, tile)
-            token, head_tile, part = place_of(work, division)
-            acc = natural_order(acc, tile.KIND != NATIVE)
-            _write_or_store(
-                State(m=most, l=sums, acc=acc), token, head_tile, part, some, rows_scale, out,
-                scratch, division,
+            acc, most, sums = _with_other_half(
+                acc, most, sums, other_most, other_sums, spare, tile
             )  # fmt: skip
+            thread_barrier()
+            mbarrier.arrive(ring.empty.index(stage), count=1)
+            acc = natural_order(acc, tile.KIND != NATIVE)
+            _finish(most, sums, acc, piece, rows_scale, out, scratch, division)
+        piece = filled(next_piece, next_length, lists, tile.KEYS)
         phase = phase ^ 1
 
 
@@ -441,33 +434,43 @@ def _to(x, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _write_or_store(state, token, head_tile, part, some, rows_scale, out, scratch, division):
-    """Write output and LSE of a tile of heads; with several parts, store the state of this part.
+def _finish(m, l, acc, piece, rows_scale, out, scratch, division):
+    """Write output and LSE of a tile of heads, once the state of its whole list is there.
+
+    With several parts, store the state of this part. Where two programs have parts of the list, the
+    one that comes last writes.
 
     Args:
-        state: maxima ``[ROWS]``, sums ``[ROWS]`` and the output ``[ROWS, 512]``.
-        token, head_tile, part: int32, the piece of work.
-        some: whether the part has entries; a state without entries is not stored.
+        m, l, acc: maxima ``[ROWS]``, sums ``[ROWS]`` and the output ``[ROWS, 512]``.
+        piece: the piece of work; a state without entries is not stored.
         rows_scale: fp32, the scale that all rows share.
         out: the kernel's :class:`attn.kernels.lang.structures.Out`.
         scratch: the kernel's :class:`attn.kernels.sparse.structures.Scratch`.
         division: the kernel's :class:`attn.kernels.sparse.structures.Division`.
     """
-    OUT: gl.constexpr = state.acc.type.layout
-    ROWS: gl.constexpr = state.acc.shape[0]
-    l = _to(state.l, gl.SliceLayout(1, OUT))
-    m = _to(state.m, gl.SliceLayout(1, OUT))
+    OUT: gl.constexpr = acc.type.layout
+    ROWS: gl.constexpr = acc.shape[0]
+    state = State(
+        m=_to(m, gl.SliceLayout(1, OUT)), l=_to(l, gl.SliceLayout(1, OUT)), acc=acc
+    )  # fmt: skip
+    writes = piece.low == 0
+    if division.BALANCED:
+        if piece.meets > 0:
+            slot = piece.meets * division.HEAD_TILES + piece.head_tile
+            writes, state = finish_shared(slot, piece.low > 0, state, scratch, 0)
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
     column = gl.arange(0, 512, layout=gl.SliceLayout(0, OUT))
-    if division.PARTS == 1:
-        head = head_tile * ROWS + row
+    if division.PARTS > 1:
+        if piece.high > piece.low:
+            slot = piece.token * division.HEAD_TILES + piece.head_tile
+            slot = wide(slot * division.PARTS + piece.part)
+            gl.store(scratch.sums_ptr + slot * (2 * STATE_ROWS) + row, state.m)
+            gl.store(scratch.sums_ptr + slot * (2 * STATE_ROWS) + STATE_ROWS + row, state.l)
+            cells = row[:, None] * 512 + column[None, :]
+            gl.store(scratch.states_ptr + slot * (STATE_ROWS * 512) + cells, state.acc)
+    elif writes:
+        head = piece.head_tile * ROWS + row
         write_rows(
-            m, l, state.acc, token + row * 0, head, head < division.HEADS, column, column >= 0,
-            out, rows_scale, out.LSE, True,
+            state.m, state.l, state.acc, piece.token + row * 0, head, head < division.HEADS, column,
+            column >= 0, out, rows_scale, out.LSE, True,
         )  # fmt: skip
-    elif some:
-        slot = wide((token * division.HEAD_TILES + head_tile) * division.PARTS + part)
-        gl.store(scratch.sums_ptr + slot * (2 * STATE_ROWS) + row, m)
-        gl.store(scratch.sums_ptr + slot * (2 * STATE_ROWS) + STATE_ROWS + row, l)
-        cells = row[:, None] * 512 + column[None, :]
-        gl.store(scratch.states_ptr + slot * (STATE_ROWS * 512) + cells, state.acc)

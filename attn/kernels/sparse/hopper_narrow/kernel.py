@@ -34,6 +34,7 @@ from attn.kernels.sparse.hopper_narrow.pieces import (
     tiles_of,
 )
 from attn.kernels.sparse.hopper_wide.parts import THREADS, UNIT
+from attn.kernels.sparse.pieces import filled, place_at, work_at, works_of
 from attn.kernels.sparse.structures import (
     Division,
     LatentRows,
@@ -61,18 +62,19 @@ def _copy_rows(lists, rows, ring, division, SKIP: gl.constexpr):
     TAIL_COPY: gl.constexpr = gl.BlockedLayout([1, 4], [128 // TAIL, TAIL // 4], [4, 1], [1, 0])
     ROW: gl.constexpr = gl.SliceLayout(1, COPY)
     TAIL_ROW: gl.constexpr = gl.SliceLayout(1, TAIL_COPY)
-    first_work = gl.program_id(0)
-    step = gl.num_programs(0)
+    first, last, step = works_of(lists.topk, division, TILE)
     row = gl.arange(0, TILE, layout=ROW)
     tail_row = gl.arange(0, TILE, layout=TAIL_ROW)
-    ids = first_entries(first_work, 0, lists, division, TILE, ROW)
-    tail_ids = first_entries(first_work, 0, lists, division, TILE, TAIL_ROW)
-    count = count_of(first_work, lists, division)
-    next_count = count_of(first_work + step, lists, division)
+    piece = work_at(first, lists, division, TILE)
+    # Behind the program's last piece that one is taken again, and nothing of it is used.
+    next_piece = work_at(gl.minimum(first + step, last - 1), lists, division, TILE)
+    ids = first_entries(piece, 0, lists, TILE, ROW)
+    tail_ids = first_entries(piece, 0, lists, TILE, TAIL_ROW)
+    count = count_of(piece, TILE)
     if lists.HAS_LENS:
         ids = gl.where(row < count, ids, -1)
         tail_ids = gl.where(tail_row < count, tail_ids, -1)
-    source = start_of(first_work, lists, division)
+    source = start_of(piece, lists, TILE)
     ahead = entries(source, TILE, count, TILE, ROW)
     tail_ahead = entries(source, TILE, count, TILE, TAIL_ROW)
     # Entries are loaded two tiles ahead: loads queue behind copies. Next are ``left`` entries from
@@ -82,14 +84,15 @@ def _copy_rows(lists, rows, ring, division, SKIP: gl.constexpr):
     column = gl.arange(0, WORDS, layout=gl.SliceLayout(0, COPY))
     tail_column = gl.arange(0, TAIL, layout=gl.SliceLayout(0, TAIL_COPY))
     turn = 0
-    for work in range(first_work, division.pieces(), step):
-        tiles = tiles_of(count, TILE)
+    for work in range(first, last, step):
+        tiles = tiles_of(piece)
         # A length is loaded a whole piece of work before it is needed.
-        later_count = count_of(work + 2 * step, lists, division)
+        later = place_at(gl.minimum(work + 2 * step, last - 1), lists, division, TILE)
+        later_length = lists.length_of(later.token)
         for number in range(tiles):
             if number == tiles - 2:
-                source = start_of(work + step, lists, division)
-                left = next_count
+                source = start_of(next_piece, lists, TILE)
+                left = count_of(next_piece, TILE)
             next_ids = entries(source, 0, left, TILE, ROW)
             next_tail = entries(source, 0, left, TILE, TAIL_ROW)
             source += TILE
@@ -111,8 +114,8 @@ def _copy_rows(lists, rows, ring, division, SKIP: gl.constexpr):
             ahead = next_ids
             tail_ahead = next_tail
             turn = turn + 1
-        count = next_count
-        next_count = later_count
+        piece = next_piece
+        next_piece = filled(later, later_length, lists, TILE)
 
 
 @gluon.jit(
@@ -120,7 +123,9 @@ def _copy_rows(lists, rows, ring, division, SKIP: gl.constexpr):
         *("ids_row", "topk", "tokens"),
         *("query_token", "query_head", "rotary_token", "rotary_head"),
     ],
-    do_not_specialize_on_alignment=["ids_ptr", "lens_ptr", "lse_ptr", "sinks_ptr", "factor_ptr"],
+    do_not_specialize_on_alignment=[
+        *("ids_ptr", "lens_ptr", "lse_ptr", "sinks_ptr", "factor_ptr", "counters_ptr"),
+    ],
 )
 def hopper_narrow_sparse_kernel(
     query_ptr,
@@ -134,6 +139,7 @@ def hopper_narrow_sparse_kernel(
     lse_ptr,
     states_ptr,
     sums_ptr,
+    counters_ptr,
     ids_row,
     topk,
     tokens,
@@ -153,6 +159,7 @@ def hopper_narrow_sparse_kernel(
     OUT_HEAD: gl.constexpr,
     LSE_TOKEN: gl.constexpr,
     HAS_LENS: gl.constexpr,
+    BALANCED: gl.constexpr,
     KIND: gl.constexpr,
     SINKS: gl.constexpr,
     LSE: gl.constexpr,
@@ -164,8 +171,10 @@ def hopper_narrow_sparse_kernel(
     """Attention over listed rows; grid ``(programs,)``.
 
     There are ``T * PARTS * HEAD_TILES`` pieces of work for ``tokens`` T, and a program takes every
-    ``programs``-th of them. The producer copies rows of the next piece while consumers are still at
-    this one.
+    ``programs``-th of them. With BALANCED, every program instead takes the same number of tiles,
+    and a list may lie in two programs, which combine their states in
+    :mod:`attn.kernels.sparse.finish`. The producer copies rows of the next piece while consumers
+    are still at this one.
 
     Arguments are those of :func:`attn.kernels.sparse.hopper_wide.kernel.hopper_sparse_kernel`, with
     these differences. The cache is in int32 words, and KIND tells how its rows are stored.
@@ -198,14 +207,14 @@ def hopper_narrow_sparse_kernel(
     )  # fmt: skip
     division = Division(
         tokens=tokens, TOKENS=1, HEADS=HEADS, HEAD_TILES=HEAD_TILES, SEGMENT=SEGMENT, PARTS=PARTS,
-        BALANCED=False,
+        BALANCED=BALANCED,
     )  # fmt: skip
     out = Out(
         out_ptr=out_ptr, lse_ptr=lse_ptr, sinks_ptr=sinks_ptr, output_scale_ptr=None,
         out_token=OUT_TOKEN, out_head=OUT_HEAD, lse_token=LSE_TOKEN, SINKS=SINKS, FP8_OUT=False,
         LSE=LSE,
     )  # fmt: skip
-    scratch = Scratch(states_ptr=states_ptr, sums_ptr=sums_ptr, counters_ptr=None)
+    scratch = Scratch(states_ptr=states_ptr, sums_ptr=sums_ptr, counters_ptr=counters_ptr)
     latents = gl.allocate_shared_memory(gl.int32, [STAGES, TILE, WORDS], swizzled(TILE, WORDS))
     tails = gl.allocate_shared_memory(gl.int32, [STAGES, TILE, TAIL], swizzled(TILE, TAIL))
     q = gl.allocate_shared_memory(DTYPE if KIND == NATIVE else gl.float16, [4, ROWS, 128], QUERY)

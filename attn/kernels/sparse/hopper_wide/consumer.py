@@ -19,15 +19,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attn.kernels.dense.hopper_prefill.scheduler import sum_of_own
+from attn.kernels.dense.hopper_prefill.scheduler import sum_of_own, wide
 from attn.kernels.dense.hopper_prefill.vector_store import side_by_side, store_side_by_side
 from attn.kernels.dense.query_rows import with_sinks, write_lse
 from attn.kernels.lang.compat import thread_barrier
 from attn.kernels.lang.opaque import opaque_zero
 from attn.kernels.lang.structures import State
 from attn.kernels.lang.wgmma import base_of, scaled_rows
-from attn.kernels.sparse.hopper_wide.finish import finish_shared, store_part
-from attn.kernels.sparse.hopper_wide.parts import HALF, work_at, works_of
+from attn.kernels.sparse.finish import finish_shared
+from attn.kernels.sparse.hopper_wide.parts import BLOCK, HALF
+from attn.kernels.sparse.pieces import work_at, works_of
 
 
 @gluon.jit
@@ -327,6 +328,27 @@ def _sums_of_both(W: gl.constexpr, l, walks, room, tile):
 
 
 @gluon.jit
+def _store_part(slot, state, scratch, W: gl.constexpr):
+    """Store the state of a part of a list in slot ``slot``.
+
+    :func:`attn.kernels.sparse.attend.fold_states_kernel` folds the parts. States are fp32
+    ``[slots, 64, 512]``, of which each warp group stores its columns. Sums are fp32
+    ``[slots, 2, 64]``: maxima and sums, which group 0 stores.
+    """
+    OUTPUT: gl.constexpr = state.acc.type.layout
+    row = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, OUTPUT)) + opaque_zero()
+    column = gl.arange(0, HALF, layout=gl.SliceLayout(0, OUTPUT))
+    mine = row < BLOCK
+    if W == 0:
+        sums = scratch.sums_ptr + wide(slot) * (2 * BLOCK)
+        gl.store(sums + row, state.m, mask=mine)
+        gl.store(sums + BLOCK + row, state.l, mask=mine)
+    cells = row[:, None] * (2 * HALF) + (W * HALF + column)[None, :]
+    cells = scratch.states_ptr + wide(slot) * (2 * BLOCK * HALF) + cells
+    gl.store(cells, state.acc, mask=mine[:, None])
+
+
+@gluon.jit
 def _write(W: gl.constexpr, state, piece, out, division, tile):
     """Write the LSE and the warp group's columns of the output of a tile of heads.
 
@@ -386,6 +408,6 @@ def consume_listed(
             if piece.high > piece.low:
                 slot = piece.token * division.HEAD_TILES + piece.head_tile
                 slot = slot * division.PARTS + piece.part
-                store_part(slot, state, scratch, W)
+                _store_part(slot, state, scratch, W)
         elif writes:
             _write(W, state, piece, out, division, tile)

@@ -94,7 +94,7 @@ def hopper_sparse_kernel(
     lists and their lengths are then those of joint lists, ``[cdiv(T, TOKENS), topk]``, while
     queries, output and LSE are of tokens. With BALANCED, every program instead takes the same
     number of tiles, and a list may lie in two programs, which combine their states in
-    :mod:`attn.kernels.sparse.hopper_wide.finish`.
+    :mod:`attn.kernels.sparse.finish`.
 
     Arguments are those of :func:`attn.kernels.sparse.attend.sparse_mla_kernel`, with these
     differences. Strides of queries are arguments, since they may differ from batch to batch; they,

@@ -1,4 +1,4 @@
-"""The pieces of work of the wide Hopper sparse kernel: which tokens, heads and listed keys."""
+"""What the parts of the wide Hopper sparse kernel share: sizes, list entries, small functions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from triton.experimental.gluon import language as gl
 
 from attn.kernels.dense.hopper_prefill.scheduler import wide
 from attn.kernels.lang.opaque import opaque_zero
-from attn.kernels.sparse.structures import Piece
 
 THREADS = tl.constexpr(128)
 """Threads of the producer; each arrives at barriers by itself."""
@@ -33,90 +32,6 @@ def log2(x):
 def exp2(x):
     """2 to the power of ``x``, exact to about 22 bits; exactly 1 for 0."""
     return gl.inline_asm_elementwise(_EXP2, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _share(topk, division, KEYS: gl.constexpr):
-    """The program's share where all programs walk equally many tiles.
-
-    The programs of one tile of heads divide the tokens. The first ``dealt`` tokens are divided by
-    tiles: a token for each program, plus the tokens that are left over when the rest is divided
-    evenly. The tokens after them are dealt out whole. So a share is at least as long as a list, and
-    a list lies in two programs at most. Every list counts as full.
-
-    Returns:
-        The program's tiles ``[begin, end)`` of the tokens divided by tiles; ``dealt``; the number
-        of programs of a tile of heads, which is at most the number of tokens; and the number of
-        this program among them.
-    """
-    TILE: gl.constexpr = 2 * KEYS
-    tokens = division.tokens
-    groups = gl.minimum(gl.num_programs(0) // division.HEAD_TILES, tokens)
-    group = gl.program_id(0) // division.HEAD_TILES
-    dealt = groups + tokens % groups
-    tiles = dealt * ((topk + (TILE - 1)) // TILE)
-    return group * tiles // groups, (group + 1) * tiles // groups, dealt, groups, group
-
-
-@gluon.jit
-def works_of(topk, division, KEYS: gl.constexpr):
-    """The program's pieces of work, as arguments of :func:`work_at`: first, end, step."""
-    if division.BALANCED:
-        TILE: gl.constexpr = 2 * KEYS
-        begin, end, dealt, groups, group = _share(topk, division, KEYS)
-        each = (topk + (TILE - 1)) // TILE
-        count = (end - 1) // each - begin // each + 1
-        count += (division.tokens - dealt) // groups
-        first = 0
-        last = gl.where(group < groups, count, 0)
-        step = 1
-    else:
-        first = gl.program_id(0)
-        last = division.pieces()
-        step = gl.num_programs(0)
-    return first, last, step
-
-
-@gluon.jit
-def work_at(work, lists, division, KEYS: gl.constexpr):
-    """A piece of work, as :class:`attn.kernels.sparse.structures.Piece`.
-
-    A tile is two blocks of KEYS keys. With BALANCED, ``work`` counts the program's own pieces.
-
-    Head tiles of a token are neighbours in the grid, so that they find its rows in the L2 cache.
-    """
-    TILE: gl.constexpr = 2 * KEYS
-    if division.BALANCED:
-        begin, end, dealt, groups, group = _share(lists.topk, division, KEYS)
-        each = (lists.topk + (TILE - 1)) // TILE
-        token = begin // each + work
-        low = gl.maximum(begin - token * each, 0)
-        high = gl.minimum(end - token * each, each)
-        if high <= 0:
-            # The program has passed the tokens that are divided by tiles: this one is dealt whole.
-            token = dealt + (token - (end - 1) // each - 1) * groups + group
-            high = each
-        head_tile = gl.program_id(0) % division.HEAD_TILES
-        part = 0
-    else:
-        token = work // (division.HEAD_TILES * division.PARTS)
-        head_tile = work % division.HEAD_TILES
-        part = (work // division.HEAD_TILES) % division.PARTS
-        low = part * (division.SEGMENT // TILE)
-        high = low + division.SEGMENT // TILE
-    length = lists.topk
-    if lists.HAS_LENS:
-        length = gl.minimum(gl.load(lists.lens_ptr + token), lists.topk)
-    filled = (length + (TILE - 1)) // TILE
-    meets = 0
-    if division.BALANCED:
-        # No share is shorter than a list, so no list is cut twice.
-        meets = gl.where((low > 0) & (filled > low), group, 0)
-        meets = gl.where((high < each) & (filled > high), group + 1, meets)
-    return Piece(
-        token=token, head_tile=head_tile, part=part, length=length, low=low,
-        high=gl.minimum(high, filled), meets=meets,
-    )  # fmt: skip
 
 
 @gluon.jit

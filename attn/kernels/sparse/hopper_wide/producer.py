@@ -20,9 +20,8 @@ from attn.kernels.sparse.hopper_wide.parts import (
     listed,
     lists_row,
     units_at,
-    work_at,
-    works_of,
 )
+from attn.kernels.sparse.pieces import work_at, works_of
 
 
 @gluon.jit

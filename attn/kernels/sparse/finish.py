@@ -3,7 +3,8 @@
 The program that comes first stores its state. The program that comes last folds both states and
 writes the result; no program waits for the other. The fold is symmetric: each product is rounded
 before both are added, so the bits do not depend on which program came last. Each warp group does
-this by itself, for its columns of the output.
+this by itself, for its columns of the output: in the wide kernel two have half of them each, in the
+narrow kernel one has all.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attn.kernels.dense.hopper_prefill.scheduler import wide
 from attn.kernels.lang.compat import thread_barrier
 from attn.kernels.lang.opaque import opaque_zero
 from attn.kernels.lang.structures import State
 from attn.kernels.lang.wgmma import base_of
-from attn.kernels.sparse.hopper_wide.parts import BLOCK, HALF
 
+_COLUMNS = tl.constexpr(512)
+"""Columns of the output."""
 # Assembly, so that each product is rounded by itself and not contracted to an fma.
 _WEIGHTED = tl.constexpr(
     "{ .reg .f32 a, b; mul.rn.f32 a, $1, $3; mul.rn.f32 b, $2, $4; add.rn.f32 $0, a, b; }"
@@ -34,29 +35,32 @@ _WEIGHTED_PAIR = tl.constexpr(
 
 
 @gluon.jit
-def _places(side, slot, scratch, W: gl.constexpr, OUTPUT: gl.constexpr):
+def _places(side, slot, scratch, W: gl.constexpr, ROWS: gl.constexpr, OUTPUT: gl.constexpr,
+            COLUMNS: gl.constexpr):  # fmt: skip
     """Pointers to the maxima, the sums and the output elements of a warp group's stored state."""
     # Hidden from the compiler, which would keep the pointers in registers for the other state's.
-    row = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, OUTPUT)) + opaque_zero()
-    column = gl.arange(0, HALF, layout=gl.SliceLayout(0, OUTPUT))
-    place = (slot * 2 + side).to(gl.int64) * 2 + W
-    maxima = scratch.sums_ptr + place * (2 * BLOCK) + row
-    cells = scratch.states_ptr + place * (BLOCK * HALF) + row[:, None] * HALF + column[None, :]
-    return maxima, maxima + BLOCK, cells
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUTPUT)) + opaque_zero()
+    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, OUTPUT))
+    place = (slot * 2 + side).to(gl.int64) * (_COLUMNS // COLUMNS) + W
+    maxima = scratch.sums_ptr + place * (2 * ROWS) + row
+    cells = scratch.states_ptr + place * (ROWS * COLUMNS) + row[:, None] * COLUMNS
+    return maxima, maxima + ROWS, cells + column[None, :]
 
 
 @gluon.jit
 def finish_shared(slot, is_later, state, scratch, W: gl.constexpr):
     """Store or fold one program's part of a list that lies in two programs.
 
-    States are fp32 ``[slots, 2, 2, 64, 256]``: earlier and later part of the list, then warp group.
-    Sums are fp32 ``[slots, 2, 2, 2, 64]``: part, warp group, then maxima and sums. Counters are
-    ``[slots, 2]``: arrivals of each warp group, 0 before and after.
+    A tile of ROWS heads is finished by GROUPS warp groups. States are fp32
+    ``[slots, 2, GROUPS, ROWS, 512 // GROUPS]``: earlier and later part of the list, then warp
+    group. Sums are fp32 ``[slots, 2, GROUPS, 2, ROWS]``: part, warp group, then maxima and sums.
+    Counters are ``[slots, GROUPS]``: arrivals of each warp group, 0 before and after.
 
     Args:
         slot: the number of the place where both shares meet.
         is_later: the program has the end of the list.
-        state: maxima ``[64]``, sums ``[64]`` and the warp group's columns ``[64, 256]``.
+        state: maxima ``[ROWS]``, sums ``[ROWS]`` and the warp group's columns of the output
+            ``[ROWS, 512 // GROUPS]``.
         scratch: the kernel's :class:`attn.kernels.sparse.structures.Scratch`.
         W: number of the warp group.
 
@@ -66,22 +70,25 @@ def finish_shared(slot, is_later, state, scratch, W: gl.constexpr):
     """
     m, l, o = state.m, state.l, state.acc
     OUTPUT: gl.constexpr = o.type.layout
+    ROWS: gl.constexpr = o.shape[0]
+    COLUMNS: gl.constexpr = o.shape[1]
+    counter = scratch.counters_ptr + slot * (_COLUMNS // COLUMNS) + W
     side = is_later.to(gl.int32)
     arrived = side * 0
     if side == 0:
         # The later part is the first piece of work of its program, so mostly it is stored already.
-        arrived = gl.atomic_add(scratch.counters_ptr + slot * 2 + W, 0, sem="acquire", scope="gpu")
+        arrived = gl.atomic_add(counter, 0, sem="acquire", scope="gpu")
     if arrived == 0:
-        maxima, sums, cells = _places(side, slot, scratch, W, OUTPUT)
+        maxima, sums, cells = _places(side, slot, scratch, W, ROWS, OUTPUT, COLUMNS)
         gl.store(maxima, m)
         gl.store(sums, l)
         gl.store(cells, o)
         # All threads must have stored before one of them announces it.
         thread_barrier()
-        arrived = gl.atomic_add(scratch.counters_ptr + slot * 2 + W, 1, sem="acq_rel", scope="gpu")
+        arrived = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
     if arrived == 1:
-        gl.store(scratch.counters_ptr + slot * 2 + W, 0)
-        maxima, sums, cells = _places(1 - side, slot, scratch, W, OUTPUT)
+        gl.store(counter, 0)
+        maxima, sums, cells = _places(1 - side, slot, scratch, W, ROWS, OUTPUT, COLUMNS)
         m_other = gl.load(maxima, cache_modifier=".cg")
         l_other = gl.load(sums, cache_modifier=".cg")
         top = gl.maximum(m, m_other)
@@ -101,24 +108,3 @@ def finish_shared(slot, is_later, state, scratch, W: gl.constexpr):
             is_pure=False, pack=2,
         )  # fmt: skip
     return arrived == 1, State(m=m, l=l, acc=o)
-
-
-@gluon.jit
-def store_part(slot, state, scratch, W: gl.constexpr):
-    """Store the state of a part of a list in slot ``slot``.
-
-    :func:`attn.kernels.sparse.attend.fold_states_kernel` folds the parts. States are fp32
-    ``[slots, 64, 512]``, of which each warp group stores its columns. Sums are fp32
-    ``[slots, 2, 64]``: maxima and sums, which group 0 stores.
-    """
-    OUTPUT: gl.constexpr = state.acc.type.layout
-    row = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, OUTPUT)) + opaque_zero()
-    column = gl.arange(0, HALF, layout=gl.SliceLayout(0, OUTPUT))
-    mine = row < BLOCK
-    if W == 0:
-        sums = scratch.sums_ptr + wide(slot) * (2 * BLOCK)
-        gl.store(sums + row, state.m, mask=mine)
-        gl.store(sums + BLOCK + row, state.l, mask=mine)
-    cells = row[:, None] * (2 * HALF) + (W * HALF + column)[None, :]
-    cells = scratch.states_ptr + wide(slot) * (2 * BLOCK * HALF) + cells
-    gl.store(cells, state.acc, mask=mine[:, None])
