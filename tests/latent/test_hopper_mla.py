@@ -328,11 +328,12 @@ def test_it_computes_a_step_of_every_kind(kind: str, launched: list[KernelCall])
 
 
 @pytest.mark.parametrize("kind", ["wide_e4m3_in_parts", "wide_e4m3_verify"])
-def test_sums_may_keep_their_place(
-    kind: str, launched: list[KernelCall], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("form", ["KEEPS_PLACE", "LOOPS"])
+def test_sums_may_keep_their_place_or_come_in_a_loop(
+    form: str, kind: str, launched: list[KernelCall], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with Triton 3.8."""
-    monkeypatch.setattr(scorer, "KEEPS_PLACE", gl.constexpr(True))
+    """As with Triton 3.8 and 3.9."""
+    monkeypatch.setattr(scorer, form, gl.constexpr(True))
     assert findings(KINDS[kind]) == {}
     assert launched
 

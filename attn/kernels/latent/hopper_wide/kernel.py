@@ -34,7 +34,7 @@ from attn.kernels.latent.hopper_wide.columns import add_latents
 from attn.kernels.latent.hopper_wide.consumer import consume_latents
 from attn.kernels.latent.hopper_wide.parts import BLOCK, BUFFERS, HALF
 from attn.kernels.latent.hopper_wide.producer import produce_latents
-from attn.kernels.latent.hopper_wide.scorer import KEEPS_PLACE, weigh_latents
+from attn.kernels.latent.hopper_wide.scorer import KEEPS_PLACE, LOOPS, weigh_latents
 from attn.kernels.latent.structures import E4m3Room, LatentCache, LatentQuery, WideRing, WideRoom
 
 _SECOND = tl.constexpr(232)
@@ -50,10 +50,10 @@ way, and of the runs before it."""
 _MORE_COLUMNS = tl.constexpr(184)
 """Registers of a thread of warp groups 0 and 1 over e4m3, where the scorer needs fewer. With 176
 registers Triton 3.8 and 3.9 spill there."""
-_FEWER_SCORER = tl.constexpr(112)
-"""Registers of a thread of the scorer, where its queries are rounded or its sums keep their place.
-"""
-_PRODUCER_OF_E4M3 = tl.constexpr(32)
+_FEWER_SCORER = tl.constexpr(120 if LOOPS else 112)
+"""Registers of a thread of the scorer, where its queries are rounded, its sums keep their place, or
+its last runs of products are a loop."""
+_PRODUCER_OF_E4M3 = tl.constexpr(24 if LOOPS else 32)
 """Registers of a thread of the producer over e4m3."""
 
 
@@ -227,6 +227,7 @@ def hopper_mla_kernel(
     # wait for this kernel, so this comes after the wait for the kernel that wrote it.
     let_kernels_behind_start()
     if E4M3:
+        MORE_COLUMNS: gl.constexpr = TERMS == 1 or KEEPS_PLACE or LOOPS
         gl.warp_specialize(
             [
                 (add_latents, (0, query, ring, e4m3_room, plan, out, tile)),
@@ -236,8 +237,8 @@ def hopper_mla_kernel(
             ],
             [4, 4, 1],
             [
-                _MORE_COLUMNS if TERMS == 1 or KEEPS_PLACE else _COLUMNS,
-                _FEWER_SCORER if TERMS == 1 or KEEPS_PLACE else _SCORER,
+                _MORE_COLUMNS if MORE_COLUMNS else _COLUMNS,
+                _FEWER_SCORER if MORE_COLUMNS else _SCORER,
                 _PRODUCER_OF_E4M3,
             ],
         )

@@ -37,7 +37,7 @@ from attn.kernels.lang.opaque import opaque_int, opaque_zero
 from attn.kernels.lang.wgmma import base_of
 from attn.kernels.latent.hopper_wide.parts import BLOCK, BUFFERS, cut_at
 from attn.kernels.latent.structures import ScoreOperands
-from builders.launch.call import triton_release
+from builders.launch.call import is_by_ptxas_13, triton_release
 
 _LARGEST = tl.constexpr(9.0)
 """The largest exponent of a weight that is left as it is when others of its block are too large."""
@@ -49,6 +49,9 @@ few, and runs the products one after the other. Triton 3.6 takes a tenth longer 
 AS_LOADED = gl.constexpr(triton_release() == (3, 7))
 """Whether a thread stores the limits of the rows whose limits it loads. Otherwise Triton 3.7 spills
 two addresses; with it Triton 3.6 does."""
+LOOPS = gl.constexpr(is_by_ptxas_13())
+"""Whether the last two runs of products are a loop, and the buffer and the first key of a block are
+computed behind them. Otherwise ptxas 13 spills addresses."""
 VOTE = tl.constexpr(
     "{ .reg .pred p; setp.gt.f32 p, $1, 0f46800000; vote.sync.any.pred p, p, 0xFFFFFFFF;"
     " selp.b32 $0, 1, 0, p; }"
@@ -130,9 +133,14 @@ def _scores(number, operands, ring, tile, TERMS: gl.constexpr):
         more = _next_sums(lefts.index(2 * left + 1), q, z + 2, more, zero)
         s += more
         mbarrier.wait(ring.full.index(2 + ring.LEFT + right), (number // ring.RIGHT) & 1)
-        for i in gl.static_range(2):
-            more = _next_sums(rights.index(2 * right + i), q, z + 4 + 2 * i, more, zero)
-            s += more
+        if LOOPS:
+            for i in range(2):
+                more = _next_sums(rights.index(2 * right + i), q, z + 4 + 2 * i, more, zero)
+                s += more
+        else:
+            for i in gl.static_range(2):
+                more = _next_sums(rights.index(2 * right + i), q, z + 4 + 2 * i, more, zero)
+                s += more
     return s
 
 
@@ -160,6 +168,8 @@ def _store_limits(cut, room, tile):
 def _seen(s, first_key, cut, room, tile):
     """Scores of a block from key ``first_key`` on; -inf where a row does not see the key."""
     if first_key + BLOCK > gl.minimum(cut.first + 1, cut.kv_len):
+        if LOOPS:
+            first_key = opaque_int(first_key)
         slot = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, tile.SCORES)) + opaque_zero()
         limit = _limits_of(room).load(gl.SliceLayout(0, tile.SCORES))
         s = gl.where((first_key + slot)[:, None] <= limit[None, :], s, float("-inf"))
@@ -256,6 +266,8 @@ def _weigh(number, l, first_key, is_first, cut, operands, ring, room, tile):
     while tries:
         s = _scores(number, operands, ring, tile, room.TERMS)
         s = _seen(s, first_key, cut, room, tile)
+        if LOOPS:
+            buffer = opaque_int(number) & (BUFFERS - 1)
         # Both groups have multiplied the weights that were there before.
         mbarrier.wait(room.taken.index(buffer), ((number // BUFFERS) & 1) ^ 1)
         if is_new:
