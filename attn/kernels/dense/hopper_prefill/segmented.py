@@ -47,8 +47,18 @@ from builders.launch.call import is_by_ptxas_13
 from builders.splitkv.device.segments import segment_of, segment_start
 
 _LOW, _INNER, _EDGE = (gl.constexpr("mov.b32 $0, $1; // " + name) for name in ("d", "e", "f"))
-_AT_ONCE = gl.constexpr(32 if is_by_ptxas_13() else 64)
-"""Columns of a state in memory that are folded at a time: as many as there are registers for."""
+_BY_PTXAS_13 = gl.constexpr(is_by_ptxas_13())
+
+
+@gluon.constexpr_function
+def _at_once(width: int) -> int:
+    """Columns of a state in memory, of heads of ``width``, that are folded at a time: as many as
+    there are registers for.
+    """
+    if not _BY_PTXAS_13:
+        return 64
+    # Heads of 192 columns have two parts, each with addresses of its own.
+    return 16 if width == 192 else 32
 
 
 @gluon.jit
@@ -171,7 +181,8 @@ def _fold_into(old, new_acc, new, first, slot, segments, shape):
     been stored.
     """
     COLUMNS: gl.constexpr = new_acc.shape[1]
-    if COLUMNS > _AT_ONCE:
+    AT_ONCE: gl.constexpr = _at_once(shape.WIDTH + shape.EXTRA)
+    if COLUMNS > AT_ONCE:
         left, right = halves_of(new_acc)
         _fold_into(old, left, new, first, slot, segments, shape)
         _fold_into(old, right, new, first + COLUMNS // 2, slot, segments, shape)
@@ -232,7 +243,8 @@ def _fold_segment(PART: gl.constexpr, acc, rest, old, new, folded, segments, sha
 def _move(old, new, like, first, slot, own, segments, shape):
     """Fold outputs in the slot ``own``, as many columns as ``like`` has, into another slot's."""
     COLUMNS: gl.constexpr = like.shape[1]
-    if COLUMNS > _AT_ONCE:
+    AT_ONCE: gl.constexpr = _at_once(shape.WIDTH + shape.EXTRA)
+    if COLUMNS > AT_ONCE:
         left, right = halves_of(like)
         _move(old, new, left, first, slot, own, segments, shape)
         _move(old, new, right, first + COLUMNS // 2, slot, own, segments, shape)

@@ -20,7 +20,9 @@ from attn.kernels.lang.masks import reach_of
 from attn.kernels.lang.numerics import encode_e4m3
 from attn.kernels.lang.opaque import opaque_zero
 from attn.kernels.lang.structures import QueryTile, Rows
+from builders.launch.call import triton_release
 
+_BY_TRITON_3_7 = gl.constexpr(triton_release() == (3, 7))
 _OWN = gl.constexpr(55)
 """Bits of a row's number that say which thread has it in a product's result; that of 8 says which
 of its registers."""
@@ -349,9 +351,11 @@ def store_rows(result, first, tile, left, out, shape):
     IS_NARROW: gl.constexpr = WIDTH <= 128 and out_ptr.dtype.element_ty != gl.float32
     ROWS: gl.constexpr = WIDE if IS_NARROW else OUTPUT
     narrow = gl.convert_layout(narrow, ROWS)
-    # With heads of up to 128 columns every bit of a row's number counts as the thread's: Triton 3.8
-    # has no registers left to take the constants of registers apart.
-    OWN: gl.constexpr = (63 if WIDTH <= 64 else 7) if IS_NARROW else _OWN
+    # With heads of up to 64 columns every bit of a row's number counts as the thread's: Triton 3.8
+    # has no registers left to take the constants of registers apart. Nor has 3.7 with batch
+    # invariance and a window.
+    WHOLE: gl.constexpr = WIDTH <= 64 or (shape.ASCENDING and _BY_TRITON_3_7)
+    OWN: gl.constexpr = (63 if WHOLE else 7) if IS_NARROW else _OWN
     token, lane = _taken_apart(gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS)), OWN, PACKED)
     column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, ROWS)) + first
     offset = (tile.row + token).to(gl.int64) * wide(out.out_token)
