@@ -57,7 +57,7 @@ def _at_once(width: int) -> int:
     """
     if not _BY_PTXAS_13:
         return 64
-    # Heads of 192 columns have two parts, each with addresses of its own.
+    # With 32 columns of heads of 192, ptxas 13 spills addresses.
     return 16 if width == 192 else 32
 
 
