@@ -227,7 +227,7 @@ def hopper_mla_kernel(
     # wait for this kernel, so this comes after the wait for the kernel that wrote it.
     let_kernels_behind_start()
     if E4M3:
-        MORE_COLUMNS: gl.constexpr = TERMS == 1 or KEEPS_PLACE or LOOPS
+        SCORER_NEEDS_FEWER: gl.constexpr = TERMS == 1 or KEEPS_PLACE or LOOPS
         gl.warp_specialize(
             [
                 (add_latents, (0, query, ring, e4m3_room, plan, out, tile)),
@@ -237,8 +237,8 @@ def hopper_mla_kernel(
             ],
             [4, 4, 1],
             [
-                _MORE_COLUMNS if MORE_COLUMNS else _COLUMNS,
-                _FEWER_SCORER if MORE_COLUMNS else _SCORER,
+                _MORE_COLUMNS if SCORER_NEEDS_FEWER else _COLUMNS,
+                _FEWER_SCORER if SCORER_NEEDS_FEWER else _SCORER,
                 _PRODUCER_OF_E4M3,
             ],
         )
