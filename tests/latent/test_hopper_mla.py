@@ -229,6 +229,9 @@ def launched(monkeypatch: pytest.MonkeyPatch, instead: dict[str, Any]) -> list[K
     monkeypatch.setitem(gluon_in_numpy.ASSEMBLY, scorer.VOTE.value, votes_of)
     larger = queries.LARGER.value
     monkeypatch.setitem(gluon_in_numpy.ASSEMBLY, larger, lambda *x: np.fmax(*map(np.abs, x)))
+    monkeypatch.setitem(
+        gluon_in_numpy.ASSEMBLY, queries.ROUNDED.value, gluon_in_numpy.rounded_to_e4m3
+    )
     monkeypatch.setattr(KernelCall, "launch_through_triton", run)
     monkeypatch.setattr(hopper_launch, "_describe", lambda rows, box: rows)
     monkeypatch.setattr(Trial, "decode_kernel", DecodeKernel.HOPPER)

@@ -48,7 +48,7 @@ class Value(np.ndarray):
 
     def to(self, dtype: Any, bitcast: bool = False) -> Value:
         if dtype == "e4m3":
-            return value(_rounded(self))
+            return value(rounded_to_e4m3(self))
         return self.view(dtype) if bitcast else self.astype(dtype)
 
     @property
@@ -224,13 +224,13 @@ class Tile(Memory):
     def __init__(self, boxes: np.ndarray) -> None:
         halves, rows, columns = boxes.shape
         super().__init__(boxes.transpose(1, 0, 2).reshape(rows, halves * columns))
-        self._boxes = boxes
+        self.boxes = boxes
 
     def store(self, x: np.ndarray, first: int = 0) -> None:
         """Store whole boxes of columns, from column ``first`` on."""
-        _, rows, width = self._boxes.shape
+        _, rows, width = self.boxes.shape
         boxes = np.asarray(x).reshape(rows, -1, width).transpose(1, 0, 2)
-        self._boxes[first // width :][: len(boxes)] = boxes
+        self.boxes[first // width :][: len(boxes)] = boxes
 
 
 class Bytes(Memory):
@@ -308,7 +308,25 @@ class Tiles(Memory):
         # The allocation may have more boxes, for another purpose.
         used = stages * rows * (columns // (boxes.itemsize * width if self.is_e4m3 else width))
         tile = Tile(boxes.reshape(-1, width)[:used].reshape(stages, -1, rows, width)[int(i)])
-        return Memory(_e4m3(tile.array)) if self.is_e4m3 else tile
+        return _WideBytes(tile) if self.is_e4m3 else tile
+
+
+class _WideBytes(Memory):
+    """Rows of codes of e4m3 that go on in the next box. Loads see what was there before."""
+
+    def __init__(self, tile: Tile, rows: slice = slice(None)) -> None:
+        super().__init__(_e4m3(tile.array)[rows])
+        self._tile, self._rows = tile, rows
+
+    def slice(self, start: int, length: int, dim: int) -> Memory:
+        if dim > 0:
+            return super().slice(start, length, dim)
+        return _WideBytes(self._tile, slice(start, start + length))
+
+    def store(self, x: np.ndarray) -> None:
+        # Another thread may store other rows.
+        boxes = self._tile.boxes.view(np.uint8)[:, self._rows]
+        boxes[...] = _codes(x).reshape(boxes.shape[1], len(boxes), -1).transpose(1, 0, 2)
 
 
 def _codes(x: np.ndarray) -> np.ndarray:
@@ -317,7 +335,8 @@ def _codes(x: np.ndarray) -> np.ndarray:
     return clipped.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
 
 
-def _rounded(x: np.ndarray) -> np.ndarray:
+def rounded_to_e4m3(x: np.ndarray) -> np.ndarray:
+    """The e4m3 numbers next to ``x``."""
     return _e4m3(_codes(x))
 
 

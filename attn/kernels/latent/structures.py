@@ -320,11 +320,11 @@ class E4m3Room:
     """The shared memory that the wide kernel's warp groups have in common, over e4m3."""
 
     q_boxes: gl.shared_memory_descriptor
-    """``[8, 64, 64]`` of 16 bits, for 128 latent columns of e4m3 in each box: small terms of the
-    left half's first run of columns, their large terms, both of its second run, then those of the
-    right half. When the queries have been used, the output of the part, on its way to memory."""
+    """``[8, 64, 64]`` of 16 bits, for 128 latent columns of e4m3 in each box: large terms in the
+    first four boxes, small terms in the others. When the queries have been used, the output of the
+    part, on its way to memory."""
     q_rope: gl.shared_memory_descriptor
-    """``[1, 64, 64]`` of 16 bits, for the rotary columns' small terms, and their large terms."""
+    """``[1, 64, 64]`` of 16 bits, for the rotary columns' large terms, and their small terms."""
     weights: gl.shared_memory_descriptor
     """``[4, 64, 64]`` fp16, weights of blocks in turn, keys by rows. Behind the weights of a part,
     the sums of the scorer's four warps, as fp32."""
@@ -342,7 +342,7 @@ class E4m3Room:
     """``[2, 64]`` fp32, numbers of rows, by group of columns: the factors of its output, behind a
     part's last block. Up to then the memory holds the scorer's limits, as int32."""
     scale: gl.shared_memory_descriptor
-    """``[1]`` fp32, the scale of the cache, from the first queries on."""
+    """``[1]`` fp32, the scale of the cache."""
     scale_ptr: gl.tensor
     """Pointer to the scale of the cache, one fp32."""
     ready: gl.shared_memory_descriptor

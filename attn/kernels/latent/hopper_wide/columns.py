@@ -31,7 +31,7 @@ from attn.kernels.latent.hopper_wide.operands import (
 )
 from attn.kernels.latent.hopper_wide.output import write_part
 from attn.kernels.latent.hopper_wide.parts import BLOCK, BUFFERS, HALF, cut_at
-from attn.kernels.latent.hopper_wide.queries import cache_scale, load_queries
+from attn.kernels.latent.hopper_wide.queries import cache_scale, load_queries, store_scale
 from attn.kernels.latent.structures import ValueOperands
 
 _BY_ROW = gl.constexpr(gl.BlockedLayout([1, 1], [32, 1], [4, 1], [1, 0]))
@@ -125,7 +125,10 @@ def add_latents(W: gl.constexpr, query, ring, room, plan, out, tile):
     """Compute warp group W's half of the output's columns, for all parts of the program."""
     ROWS: gl.constexpr = gl.SliceLayout(1, _BY_ROW)
     operands = _operands_of(W, ring, room)
+    scale = gl.load(room.scale_ptr)
     first_row, begin, past_row, mine, fields = share_at(plan.shares_ptr, plan.HEADS)
+    # Both groups store it. Were it used with the queries only, ptxas would load it behind them.
+    store_scale(scale, room)
     number = 0
     walks = 0
     for r in range(first_row, past_row):

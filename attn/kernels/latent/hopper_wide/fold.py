@@ -29,12 +29,13 @@ _ROWS_OF_TWO = tl.constexpr(ROWS_OF_TWO)
 
 @triton.jit
 def _place_of(
-    at, r, lane, fields, HEADS: tl.constexpr, HEAD_LOOPS: tl.constexpr, GROUP: tl.constexpr,
+    at, r, lane, token, count, HEADS: tl.constexpr, HEAD_LOOPS: tl.constexpr, GROUP: tl.constexpr,
     TILE_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Token and head of query rows ``at`` of an item, and which of them are real."""
-    token = tl.load(fields + 1)
-    count = tl.load(fields + 2)
+    """Token and head of query rows ``at`` of an item, and which of them are real.
+
+    The item has ``count`` tokens from ``token`` on.
+    """
     head = (r % HEAD_LOOPS * HEADS + lane) * TILE_HEADS + at % TILE_HEADS
     return token + at // TILE_HEADS, head, (at < count * TILE_HEADS) & (head < GROUP)
 
@@ -53,7 +54,7 @@ def _load_part(states_ptr, sums_ptr, place, skipped, column, is_there):
 
 @triton.jit
 def _fold(
-    unit, first_slot, parts, r, lane, fields, out, states_ptr, sums_ptr, HEADS: tl.constexpr,
+    unit, first_slot, parts, r, lane, token, count, out, states_ptr, sums_ptr, HEADS: tl.constexpr,
     HEAD_LOOPS: tl.constexpr, GROUP: tl.constexpr, TILE_HEADS: tl.constexpr, USED: tl.constexpr,
     AT_ONCE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -98,7 +99,9 @@ def _fold(
             acc += found[i][0].to(tl.float32) * weight
         m = most
     acc = acc * (1.0 / tl.where(m == float("-inf"), 1.0, l))
-    token, head, wanted = _place_of(at, r, lane, fields, HEADS, HEAD_LOOPS, GROUP, TILE_HEADS)
+    token, head, wanted = _place_of(
+        at, r, lane, token, count, HEADS, HEAD_LOOPS, GROUP, TILE_HEADS
+    )
     cells = out.out_ptr + (token.to(tl.int64) * out.out_token + head * out.out_head) + column
     tl.store(cells, acc.to(out.out_ptr.dtype.element_ty), mask=wanted)
     if out.LSE:
@@ -127,6 +130,9 @@ def _fold_share(
     others = ((tl.load(before) == r) & (tl.load(before + 1) > 0)).to(tl.int32)
     others += ((tl.load(here + 2) == r) & (tl.load(here + 3) > 0)).to(tl.int32)
     fields = rows_ptr + r // HEAD_LOOPS * _FIELDS
+    # Loaded at the end, where they are used, they would be one more trip to memory.
+    token = tl.load(fields + 1, mask=is_within, other=0)
+    count = tl.load(fields + 2, mask=is_within, other=0)
     parts = others + 2
     first = c
     if is_within & (others > 0):
@@ -150,25 +156,25 @@ def _fold_share(
         if parts == 2:
             if unit * _ROWS_OF_TWO < USED:
                 _fold(
-                    unit, first_slot, parts, r, lane, fields, out, states_ptr, sums_ptr,
+                    unit, first_slot, parts, r, lane, token, count, out, states_ptr, sums_ptr,
                     HEADS, HEAD_LOOPS, GROUP, TILE_HEADS, USED, 2, _ROWS_OF_TWO, _WIDTH,
                 )  # fmt: skip
         elif parts <= 4:
             if unit * (_ROWS_OF_TWO // 2) < USED:
                 _fold(
-                    unit, first_slot, parts, r, lane, fields, out, states_ptr, sums_ptr,
+                    unit, first_slot, parts, r, lane, token, count, out, states_ptr, sums_ptr,
                     HEADS, HEAD_LOOPS, GROUP, TILE_HEADS, USED, 4, _ROWS_OF_TWO // 2,
                     _WIDTH,
                 )  # fmt: skip
         elif parts <= 24:
             if unit < USED:
                 _fold(
-                    unit, first_slot, parts, r, lane, fields, out, states_ptr, sums_ptr,
+                    unit, first_slot, parts, r, lane, token, count, out, states_ptr, sums_ptr,
                     HEADS, HEAD_LOOPS, GROUP, TILE_HEADS, USED, 16, 1, _WIDTH,
                 )  # fmt: skip
         elif unit < 2 * USED:
             _fold(
-                unit, first_slot, parts, r, lane, fields, out, states_ptr, sums_ptr,
+                unit, first_slot, parts, r, lane, token, count, out, states_ptr, sums_ptr,
                 HEADS, HEAD_LOOPS, GROUP, TILE_HEADS, USED, 32, 1, _WIDTH // 2,
             )  # fmt: skip
 

@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from attn.kernels.dense.tile import power_of_two_guard
+from attn.kernels.dense.tile import halves_of, power_of_two_guard
 from attn.kernels.lang.compat import reinterpret, thread_barrier
 from attn.kernels.lang.constants import LOG2E
 from attn.kernels.lang.opaque import opaque_zero
@@ -25,6 +25,12 @@ from attn.kernels.latent.hopper_wide.parts import HALF
 
 LARGER = gl.constexpr("max.xorsign.abs.bf16x2 $0, $1, $2;")
 """The larger magnitudes of two pairs of bf16 numbers; their signs are products of signs."""
+ROUNDED = gl.constexpr(
+    "{ .reg .b32 a, b, c, d; .reg .b16 x, y; shl.b32 a, $1, 16; and.b32 b, $1, 0xFFFF0000;"
+    " shl.b32 c, $2, 16; and.b32 d, $2, 0xFFFF0000; cvt.rn.satfinite.e4m3x2.f32 x, b, a;"
+    " cvt.rn.satfinite.e4m3x2.f32 y, d, c; mov.b32 $0, {x, y}; }"
+)
+"""Two pairs of bf16 numbers as four of e4m3. The compiler's conversion takes half as many again."""
 
 
 @gluon.jit
@@ -85,61 +91,59 @@ def _load_half(token, count, in_group, query, room, tile, W: gl.constexpr):
 @gluon.jit
 def _load_terms(token, count, in_group, walks, query, room, tile, W: gl.constexpr):
     """Copy half of the rows of the queries, as e4m3: a warp has all of a row, and its maximum."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 8], [4, 1, 8], [4, 1, 1], [2, 1, 0])
+    ROWS: gl.constexpr = gl.SliceLayout(2, LAYOUT)
     HALF_ROWS: gl.constexpr = 32
     FIRST: gl.constexpr = W * HALF_ROWS
     z = opaque_zero()
     # Eight times zero: the compiler has to know that a thread's columns are aligned.
-    column = gl.arange(0, 128, layout=gl.SliceLayout(0, LAYOUT)) + 8 * z
-    tokens, head, _ = query_rows(token, count, in_group, tile, LAYOUT, FIRST, HALF_ROWS)
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT))) + 8 * z
+    run = 64 * gl.arange(0, 8, layout=gl.SliceLayout(0, ROWS))
+    tokens, head, _ = query_rows(token, count, in_group, tile, ROWS, FIRST, HALF_ROWS)
     # A row that is not real gets the query of one that is. Zeros would occupy registers longer.
     tokens = gl.minimum(tokens, token + count - 1)
     head = gl.minimum(head, tile.GROUP - 1)
-    at = query.absorbed_at(tokens, head)[:, None] + column[None, :]
+    at = query.absorbed_at(tokens, head)[:, None, None] + column[None, None, :]
     # All loads are under way before the first is waited for.
-    p0 = gl.load(at)
-    p1 = gl.load(at + 128)
-    p2 = gl.load(at + 256)
-    p3 = gl.load(at + 384)
-    column = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT)) + 8 * z
-    rotary_at = query.rotary_at(tokens, head)[:, None] + column[None, :]
-    rotary = gl.load(rotary_at)
-    scale = gl.load(room.scale_ptr)
-    most = _larger(_larger(p0, p1), _larger(p2, p3))
-    most = _largest_of(most, rotary)
+    latent = gl.load(at + run[None, :, None])
+    rotary = gl.load(query.rotary_at(tokens, head)[:, None, None] + column[None, None, :])
     # The producer waits for this before it asks for the second block.
     mbarrier.arrive(room.loaded.index(1), count=1)
-    # These rows are stored where the other group's output of the previous item was.
-    mbarrier.wait(room.loaded.index(1), walks & 1)
+    latent = gl.reshape(latent, [HALF_ROWS, 2 * HALF])
+    rotary = gl.reshape(rotary, [HALF_ROWS, 64])
+    most = _largest_of(latent, rotary)
     # 2^3 less than for fp16: e4m3 has numbers up to 448.
     down, up = power_of_two_guard(most)
     # e4m3 has no infinity. Without this a row that has one, or an element that the guard does not
     # bring into range, would get numbers.
     up = gl.where(most < 2.0**114, 8.0 * up, float("nan"))
-    room.factors.slice(FIRST, HALF_ROWS, dim=0).store(up * (scale * query.scale * LOG2E))
-    if W == 0:
-        room.scale.store(gl.full([1], scale, gl.float32, ONE))
+    factor = cache_scale(room) * query.scale * LOG2E
+    # No weight of the previous item is computed any more.
+    room.factors.slice(FIRST, HALF_ROWS, dim=0).store(up * factor)
+    # The terms are stored where the other group's output of the previous item was.
+    mbarrier.wait(room.loaded.index(1), walks & 1)
     # A power of two is bf16, and so is its product with an element.
     down = (0.125 * down).to(rotary.dtype)
-    boxes = reinterpret(room.q_boxes, gl.float8e4nv, [8, 64, 128], gl.NVMMASharedLayout(128, 8, 2))
+    terms = reinterpret(
+        room.q_boxes, gl.float8e4nv, [2, 64, 2 * HALF], gl.NVMMASharedLayout(128, 8, 2)
+    )
     ropes = reinterpret(room.q_rope, gl.float8e4nv, [2, 64, 64], gl.NVMMASharedLayout(64, 8, 2))
     # With a constant in place of ``z`` addresses would be computed at the start and spilled.
     _store_terms(rotary, down, room.TERMS, ropes, z, FIRST)
-    _store_terms(p0, down, room.TERMS, boxes, z, FIRST)
-    _store_terms(p1, down, room.TERMS, boxes, z + 2, FIRST)
-    _store_terms(p2, down, room.TERMS, boxes, z + 4, FIRST)
-    _store_terms(p3, down, room.TERMS, boxes, z + 6, FIRST)
+    _store_terms(latent, down, room.TERMS, terms, z, FIRST)
 
 
 @gluon.jit
-def _largest_of(x, rotary):
+def _largest_of(latent, rotary):
     """The largest magnitude of each row, fp32.
 
-    Both are bf16: ``x`` ``[rows, 128]``, ``rotary`` ``[rows, 64]``.
+    Both are bf16: ``latent`` ``[rows, 512]``, ``rotary`` ``[rows, 64]``.
     """
-    first, second = gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, 64]), (0, 2, 1)))
-    most = gl.convert_layout(_larger(first, second), rotary.type.layout, assert_trivial=True)
+    most = latent
+    for _ in gl.static_range(3):
+        first, second = halves_of(most)
+        most = _larger(first, second)
+    most = gl.convert_layout(most, rotary.type.layout, assert_trivial=True)
     return gl.max(gl.abs(_larger(most, rotary)).to(gl.float32), 1)
 
 
@@ -150,20 +154,35 @@ def _larger(x, y):
 
 
 @gluon.jit
-def _store_terms(part, down, TERMS: gl.constexpr, boxes, at, FIRST: gl.constexpr):
+def _rounded(x):
+    """bf16 numbers rounded to e4m3."""
+    return gl.inline_asm_elementwise(
+        ROUNDED, "=r,r,r", [x], dtype=gl.float8e4nv, is_pure=True, pack=4
+    )
+
+
+@gluon.jit
+def _store_terms(part, down, TERMS: gl.constexpr, terms, at, FIRST: gl.constexpr):
     """Store the terms of rows of queries times ``down``, a power of two for each row.
 
-    Small terms go to rows from FIRST on of box ``at``, large terms to those of the box behind it.
+    Rows from FIRST on of ``terms[at]`` get large terms, those of ``terms[at + 1]`` small terms.
     """
-    large = boxes.index(at + 1).slice(FIRST, part.shape[0], dim=0)
+    large = terms.index(at).slice(FIRST, part.shape[0], dim=0)
     if TERMS == 2:
         x = (part.to(gl.float32) * down.to(gl.float32)[:, None]).to(gl.float16)
         rounded = x.to(gl.float8e4nv)
         large.store(rounded)
-        small = boxes.index(at).slice(FIRST, part.shape[0], dim=0)
+        small = terms.index(at + 1).slice(FIRST, part.shape[0], dim=0)
         small.store((x - rounded.to(gl.float16)).to(gl.float8e4nv))
     else:
-        large.store((part * down[:, None]).to(gl.float8e4nv))
+        large.store(_rounded(part * down[:, None]))
+
+
+@gluon.jit
+def store_scale(scale, room):
+    """Store the scale of an e4m3 cache, where both groups of columns find it."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    room.scale.store(gl.full([1], scale, gl.float32, ONE))
 
 
 @gluon.jit

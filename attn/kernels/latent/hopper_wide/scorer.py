@@ -77,12 +77,12 @@ def _operands_of(ring, room):
 def _products(keys, queries, at, before, goes_on, TERMS: gl.constexpr):
     """Start the products of keys and a run of queries' columns: ``[64 keys, 64 rows]`` fp32.
 
-    Small terms are at ``at`` of ``queries``, and large terms behind them. If it ``goes_on``, the
-    products are added to ``before``.
+    Large terms are at ``at`` of ``queries``, small terms as many runs behind them as there are. If
+    it ``goes_on``, the products are added to ``before``.
     """
-    large = queries.index(at + 1).permute((1, 0))
+    large = queries.index(at).permute((1, 0))
     if TERMS == 2:
-        small = queries.index(at).permute((1, 0))
+        small = queries.index(at + queries.shape[0] // 2).permute((1, 0))
         s = warpgroup_mma(keys, small, before, use_acc=goes_on, is_async=True)
         s = warpgroup_mma(keys, large, s, is_async=True)
     else:
@@ -120,9 +120,9 @@ def _scores(number, operands, ring, tile, TERMS: gl.constexpr):
     s = _products(operands.rope.index(number & 1), operands.q_rope, z, zero, False, TERMS)
     s = _products(lefts.index(2 * left), q, z, s, True, TERMS)
     if TERMS == 1:
-        s = _products(lefts.index(2 * left + 1), q, z + 2, s, True, TERMS)
+        s = _products(lefts.index(2 * left + 1), q, z + 1, s, True, TERMS)
         for i in gl.static_range(2):
-            s = _products(rights.index(2 * right + i), q, z + 4 + 2 * i, s, True, TERMS)
+            s = _products(rights.index(2 * right + i), q, z + 2 + i, s, True, TERMS)
         s = warpgroup_mma_wait(0, deps=[s])
     else:
         more = warpgroup_mma_wait(0, deps=[s])
@@ -130,16 +130,16 @@ def _scores(number, operands, ring, tile, TERMS: gl.constexpr):
         if KEEPS_PLACE:
             # A copy: the next run's sums come where these are.
             s = more + 0.0
-        more = _next_sums(lefts.index(2 * left + 1), q, z + 2, more, zero)
+        more = _next_sums(lefts.index(2 * left + 1), q, z + 1, more, zero)
         s += more
         mbarrier.wait(ring.full.index(2 + ring.LEFT + right), (number // ring.RIGHT) & 1)
         if LOOPS:
             for i in range(2):
-                more = _next_sums(rights.index(2 * right + i), q, z + 4 + 2 * i, more, zero)
+                more = _next_sums(rights.index(2 * right + i), q, z + 2 + i, more, zero)
                 s += more
         else:
             for i in gl.static_range(2):
-                more = _next_sums(rights.index(2 * right + i), q, z + 4 + 2 * i, more, zero)
+                more = _next_sums(rights.index(2 * right + i), q, z + 2 + i, more, zero)
                 s += more
     return s
 
@@ -170,26 +170,11 @@ def _seen(s, first_key, cut, room, tile):
     if first_key + BLOCK > gl.minimum(cut.first + 1, cut.kv_len):
         if LOOPS:
             first_key = opaque_int(first_key)
+        _store_limits(cut, room, tile)
         slot = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, tile.SCORES)) + opaque_zero()
         limit = _limits_of(room).load(gl.SliceLayout(0, tile.SCORES))
         s = gl.where((first_key + slot)[:, None] <= limit[None, :], s, float("-inf"))
     return s
-
-
-@gluon.jit
-def _row_maximum(x, memory):
-    """The maximum of each column of ``x [64, 64]``, whose keys lie in four warps, by ``memory``."""
-    ROWS: gl.constexpr = gl.SliceLayout(0, x.type.layout)
-    EVERYWHERE: gl.constexpr = gl.DistributedLinearLayout(
-        [[1, 0], [2, 0], [0, 1], [0, 8], [0, 16], [0, 32]],
-        [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]], [[0, 0], [0, 0]], [], [4, 64],
-    )  # fmt: skip
-    memory.store(gl.max(gl.reshape(x, [4, 16, 64]), 1))
-    thread_barrier()
-    most = gl.convert_layout(gl.max(memory.load(EVERYWHERE), 0), ROWS, assert_trivial=True)
-    # The weights come where the maxima are.
-    thread_barrier()
-    return most
 
 
 @gluon.jit
@@ -199,24 +184,59 @@ def _by_thread(x):
 
 
 @gluon.jit
+def _row_maxima(s, room, buffer):
+    """The maximum of each column of ``s [64 keys, 64 rows]``, by the memory of a block's weights.
+
+    The maxima of threads are stored there, ``[32, 64]``, and a thread loads half of those of a row.
+    """
+    SPREAD: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
+    ONE_ROW: gl.constexpr = gl.DistributedLinearLayout(
+        [[1, 0], [2, 0], [8, 0], [16, 0]], [[0, 1], [0, 2], [0, 4], [0, 8], [4, 0]],
+        [[0, 16], [0, 32]], [], [32, 64],
+    )  # fmt: skip
+    memory = reinterpret(room.weights, gl.float32, [BUFFERS, 32, 64], SPREAD).index(buffer)
+    memory.store(gl.reshape(gl.max(gl.reshape(s, [4, 2, 8, 64]), 1), [32, 64]))
+    thread_barrier()
+    most = gl.max(gl.reshape(memory.load(ONE_ROW), [4, 8, 64]), 0)
+    return gl.convert_layout(gl.max(most, 0), gl.SliceLayout(0, ONE_ROW), assert_trivial=True)
+
+
+@gluon.jit
+def _row_maxima_by_shuffles(s, room, buffer):
+    """The same, where the scorer has too few registers for the addresses."""
+    ROWS: gl.constexpr = gl.SliceLayout(0, s.type.layout)
+    EVERYWHERE: gl.constexpr = gl.DistributedLinearLayout(
+        [[1, 0], [2, 0], [0, 1], [0, 8], [0, 16], [0, 32]],
+        [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]], [[0, 0], [0, 0]], [], [4, 64],
+    )  # fmt: skip
+    memory = _numbers(room).index(buffer).slice(0, 4, dim=0)
+    memory.store(gl.max(gl.reshape(s, [4, 16, 64]), 1))
+    thread_barrier()
+    return gl.convert_layout(gl.max(memory.load(EVERYWHERE), 0), ROWS, assert_trivial=True)
+
+
+@gluon.jit
 def _refer(s, l, buffer, is_first, room, tile):
     """Give new references to rows that need some for scores ``s``; returns sums that refer to them.
 
     The factors of these rows are left for the output, too.
     """
-    ROWS: gl.constexpr = gl.SliceLayout(0, tile.SCORES)
-    s = s * room.factors.load(ROWS)[None, :]
+    if room.TERMS == 1:
+        top = _row_maxima(s, room, buffer)
+    else:
+        top = _row_maxima_by_shuffles(s, room, buffer)
+    ROWS: gl.constexpr = top.type.layout
+    top *= room.factors.load(ROWS)
     before = gl.where(is_first, float("-inf"), room.references.load(ROWS))
-    top = _row_maximum(s, _numbers(room).index(buffer).slice(0, 4, dim=0))
     after = gl.where(top > before + _LARGEST, top - _FIRST, before)
     grown = room.grown.index(buffer)
     # Before the first block there is nothing to rescale.
-    factors = gl.where(is_first, 1.0, gl.exp2(base_of(before) - base_of(after)))
-    grown.store(factors)
+    grown.store(gl.where(is_first, 1.0, gl.exp2(base_of(before) - base_of(after))))
     room.references.store(after)
+    # The weights come where the maxima are.
     thread_barrier()
     EVERY: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, l.type.layout))
-    return l * gl.convert_layout(factors, EVERY, assert_trivial=True)[None, None, :]
+    return l * grown.load(EVERY)[None, None, :]
 
 
 @gluon.jit
@@ -292,7 +312,6 @@ def weigh_latents(ring, room, plan, tile):
         if cut.high > cut.begin:
             mbarrier.wait(room.loaded.index(0), walks & 1)
             walks += 1
-            _store_limits(cut, room, tile)
             l = _by_thread(gl.zeros([BLOCK, 64], gl.float32, tile.SCORES))
             for block in range(2 * cut.begin, 2 * cut.high):
                 is_first = block == 2 * cut.begin
