@@ -109,8 +109,10 @@ def _load_terms(token, count, in_group, walks, query, room, tile, W: gl.constexp
     rotary = gl.load(query.rotary_at(tokens, head)[:, None, None] + column[None, None, :])
     # The producer waits for this before it asks for the second block.
     mbarrier.arrive(room.loaded.index(1), count=1)
+    FLAT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     latent = gl.reshape(latent, [HALF_ROWS, 2 * HALF])
-    rotary = gl.reshape(rotary, [HALF_ROWS, 64])
+    latent = gl.convert_layout(latent, FLAT, assert_trivial=True)
+    rotary = gl.convert_layout(gl.reshape(rotary, [HALF_ROWS, 64]), FLAT, assert_trivial=True)
     most = _largest_of(latent, rotary)
     # 2^3 less than for fp16: e4m3 has numbers up to 448.
     down, up = power_of_two_guard(most)
