@@ -170,7 +170,6 @@ def _seen(s, first_key, cut, room, tile):
     if first_key + BLOCK > gl.minimum(cut.first + 1, cut.kv_len):
         if LOOPS:
             first_key = opaque_int(first_key)
-        _store_limits(cut, room, tile)
         slot = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, tile.SCORES)) + opaque_zero()
         limit = _limits_of(room).load(gl.SliceLayout(0, tile.SCORES))
         s = gl.where((first_key + slot)[:, None] <= limit[None, :], s, float("-inf"))
@@ -203,7 +202,7 @@ def _row_maxima(s, room, buffer):
 
 @gluon.jit
 def _row_maxima_by_shuffles(s, room, buffer):
-    """The same, where the scorer has too few registers for the addresses."""
+    """The same, where the scorer has too few registers for the addresses, or ptxas 13 spills them."""
     ROWS: gl.constexpr = gl.SliceLayout(0, s.type.layout)
     EVERYWHERE: gl.constexpr = gl.DistributedLinearLayout(
         [[1, 0], [2, 0], [0, 1], [0, 8], [0, 16], [0, 32]],
@@ -221,7 +220,7 @@ def _refer(s, l, buffer, is_first, room, tile):
 
     The factors of these rows are left for the output, too.
     """
-    if room.TERMS == 1:
+    if room.TERMS == 1 and not LOOPS:
         top = _row_maxima(s, room, buffer)
     else:
         top = _row_maxima_by_shuffles(s, room, buffer)
@@ -312,6 +311,7 @@ def weigh_latents(ring, room, plan, tile):
         if cut.high > cut.begin:
             mbarrier.wait(room.loaded.index(0), walks & 1)
             walks += 1
+            _store_limits(cut, room, tile)
             l = _by_thread(gl.zeros([BLOCK, 64], gl.float32, tile.SCORES))
             for block in range(2 * cut.begin, 2 * cut.high):
                 is_first = block == 2 * cut.begin
