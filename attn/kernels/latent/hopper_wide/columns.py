@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attn.kernels.dense.hopper_decode.parts import FIELDS, share_at
+from attn.kernels.dense.hopper_decode.parts import FIELDS
 from attn.kernels.dense.hopper_prefill.scheduler import wide
 from attn.kernels.lang.compat import reinterpret, thread_barrier
 from attn.kernels.lang.opaque import opaque_int, opaque_zero
@@ -30,7 +30,7 @@ from attn.kernels.latent.hopper_wide.operands import (
     value_words,
 )
 from attn.kernels.latent.hopper_wide.output import write_part
-from attn.kernels.latent.hopper_wide.parts import BLOCK, BUFFERS, HALF, cut_at
+from attn.kernels.latent.hopper_wide.parts import BLOCK, BUFFERS, HALF, cut_at, share_with_item_at
 from attn.kernels.latent.hopper_wide.queries import cache_scale, load_queries, store_scale
 from attn.kernels.latent.structures import ValueOperands
 
@@ -126,7 +126,7 @@ def add_latents(W: gl.constexpr, query, ring, room, plan, out, tile):
     ROWS: gl.constexpr = gl.SliceLayout(1, _BY_ROW)
     operands = _operands_of(W, ring, room)
     scale = gl.load(room.scale_ptr)
-    first_row, begin, past_row, mine, fields = share_at(plan.shares_ptr, plan.HEADS)
+    first_row, begin, past_row, mine, fields = share_with_item_at(plan.shares_ptr, plan.HEADS)
     # Both groups store it. Were it used with the queries only, ptxas would load it behind them.
     store_scale(scale, room)
     number = 0

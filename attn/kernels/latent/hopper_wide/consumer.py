@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attn.kernels.dense.hopper_decode.parts import FIELDS, share_at
+from attn.kernels.dense.hopper_decode.parts import FIELDS
 from attn.kernels.dense.hopper_prefill.scheduler import wide
 from attn.kernels.lang.compat import reinterpret, thread_barrier
 from attn.kernels.lang.constants import LOG2E
@@ -33,7 +33,13 @@ from attn.kernels.lang.opaque import opaque, opaque_zero
 from attn.kernels.lang.structures import State
 from attn.kernels.lang.wgmma import base_of, scaled_rows
 from attn.kernels.latent.hopper_wide.output import write_part
-from attn.kernels.latent.hopper_wide.parts import BLOCK, HALF, clear_tail, cut_at
+from attn.kernels.latent.hopper_wide.parts import (
+    BLOCK,
+    HALF,
+    clear_tail,
+    cut_at,
+    share_with_item_at,
+)
 from attn.kernels.latent.hopper_wide.queries import load_queries
 from attn.kernels.latent.structures import Operands, causal_bounds
 
@@ -291,7 +297,7 @@ def consume_latents(W: gl.constexpr, query, ring, room, plan, out, tile):
     SUMS: gl.constexpr = gl.SliceLayout(1, tile.SCORES)
     ROWS: gl.constexpr = gl.SliceLayout(1, tile.OUTPUT)
     operands = _operands_of(W, ring, room, tile)
-    first_row, begin, past_row, mine, fields = share_at(plan.shares_ptr, plan.HEADS)
+    first_row, begin, past_row, mine, fields = share_with_item_at(plan.shares_ptr, plan.HEADS)
     turn = 0
     walks = 0
     for r in range(first_row, past_row):

@@ -7,6 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from attn.kernels.dense.hopper_decode.parts import share_at
 from attn.kernels.lang.compat import thread_barrier
 from attn.kernels.latent.structures import Cut
 
@@ -16,6 +17,20 @@ HALF = tl.constexpr(256)
 """Columns of the output that one warp group computes."""
 BUFFERS = tl.constexpr(4)
 """Blocks whose weights have a place, over e4m3; a power of two."""
+
+
+@gluon.jit
+def share_with_item_at(shares_ptr, HEADS: gl.constexpr):
+    """:func:`share_at`, which brings the numbers of the first work item into the L1 cache.
+
+    Half of them lie in another sector of 32 bytes than the share. Triton's compiler and ptxas load
+    what only the loop over work items uses in that loop, so that a second trip to memory would
+    follow the first.
+    """
+    first_row, begin, past_row, mine, fields = share_at(shares_ptr, HEADS)
+    # A first position is never so small, which the compiler does not know.
+    past_row = gl.where(gl.load(fields + 4) > -(2**30), past_row, 0)
+    return first_row, begin, past_row, mine, fields
 
 
 @gluon.jit

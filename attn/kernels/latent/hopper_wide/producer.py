@@ -6,12 +6,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from attn.kernels.dense.hopper_decode.parts import FIELDS, share_at
+from attn.kernels.dense.hopper_decode.parts import FIELDS
 from attn.kernels.dense.hopper_decode.producer import pages_of
 from attn.kernels.dense.hopper_prefill.scheduler import wide
 from attn.kernels.lang.compat import async_load
 from attn.kernels.lang.opaque import opaque_zero
-from attn.kernels.latent.hopper_wide.parts import BLOCK, cut_at
+from attn.kernels.latent.hopper_wide.parts import BLOCK, cut_at, share_with_item_at
 from attn.kernels.latent.structures import clear_padding
 
 
@@ -94,7 +94,7 @@ def produce_latents(num_rows, cache, ring, room, plan, out, HEADS: gl.constexpr)
     TILE: gl.constexpr = 2 * BLOCK
     # Half of a row has as many boxes of 64 elements, where two e4m3 are one element.
     SIDE: gl.constexpr = 2 if cache.E4M3 else 4
-    first_row, begin, past_row, mine, fields = share_at(plan.shares_ptr, plan.HEADS)
+    first_row, begin, past_row, mine, fields = share_with_item_at(plan.shares_ptr, plan.HEADS)
     turn = 0
     for r in range(first_row, past_row):
         cut = cut_at(r, mine, fields, begin)
