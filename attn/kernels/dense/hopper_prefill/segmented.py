@@ -19,6 +19,7 @@ from attn.kernels.dense.hopper_prefill.steps import (
     clear_behind,
     first_scores,
     masked_tile,
+    new_references,
     output_of,
     pack,
     part_told,
@@ -31,6 +32,7 @@ from attn.kernels.dense.hopper_prefill.steps import (
     store_rows,
     unpack,
     unreferred,
+    weights_of,
 )
 from attn.kernels.dense.query_rows import with_sinks, write_lse
 from attn.kernels.dense.tile import (
@@ -62,25 +64,24 @@ def _at_once(width: int) -> int:
 
 
 @gluon.jit
-def _softmax(
-    scores, m, first_key, rows, kv_len, scaling, mask, SUMS: gl.constexpr, MASKED: gl.constexpr
-):
-    """Weights of a tile of scores, the row's new reference, the sums of the weights in SUMS
-    columns, and what the row's past is worth.
+def _seen(scores, first_key, rows, kv_len, scaling, mask, MASKED: gl.constexpr):
+    """A tile of scores under the soft cap, minus infinity where a row does not see the key.
 
-    References, ``m`` so far, and what the past is worth are by thread, see
-    :func:`attn.kernels.dense.hopper_prefill.steps.referred_weights`. MASKED: a row may not see all
-    of the tile's keys, which begin at ``first_key``.
+    MASKED: a row may not see all of the tile's keys, which begin at ``first_key``.
     """
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SUMS, 16])
     if scaling.SOFT_CAP:
         scores = scores * scaling.factor
         scores = biased(scores, None, None, scaling.soft_cap, True, 0, False, True)
     if MASKED:
         scores = masked_tile(scores, first_key, rows, kv_len, mask)
-    weights, shrink, top = referred_weights(scores, m, scaling.factor, scaling.SOFT_CAP, MASKED)
-    sums = gl.convert_layout(halved(weights, SUMS), LAYOUT, assert_trivial=True)
-    return weights, top, sums, shrink
+    return scores
+
+
+@gluon.jit
+def _sums_of(weights, SUMS: gl.constexpr):
+    """Sums of a tile's weights in SUMS columns."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SUMS, 16])
+    return gl.convert_layout(halved(weights, SUMS), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
@@ -344,10 +345,16 @@ def _step(
         rings.keys.give_back(now)
     if queries.STAGES == 1:
         mbarrier.arrive(queries.empty.index(0), count=1, pred=number == run.end - 1)
-    weights, m, sums, shrink = _softmax(
-        scores, m, number * shape.KV_TILE, rows, tile.kv_len, scaling, mask, segments.SUMS, MASKED
+    scores = _seen(
+        scores, number * shape.KV_TILE, rows, tile.kv_len, scaling, mask, MASKED
     )
-    l = _with_sums(l, shrink, sums)
+    top, base = new_references(scores, m, scaling.factor, scaling.SOFT_CAP, MASKED)
+    shrink = gl.exp2(m - base)
+    weights = scores
+    if segments.STORED:
+        # Behind a branch that loads and stores outputs there would be too few registers.
+        weights = weights_of(scores, base, scaling.factor, scaling.SOFT_CAP)
+        l = _with_sums(l, shrink, _sums_of(weights, segments.SUMS))
     acc, rest = awaited(acc, rest, rings.values, 0)
     if rings.JOINT:
         rings.keys.give_back(now)
@@ -355,6 +362,7 @@ def _step(
         if not EARLY:
             rings.keys.give_back(now)
         rings.values.give_back(before)
+    past = shrink
     if is_first:
         folded = _fold_segment(PART, acc, rest, old, new, folded, segments, shape)
         acc = gl.zeros_like(acc)
@@ -363,11 +371,16 @@ def _step(
         opens = _behind(number, segments)
     if not segments.STORED:
         # A segment that begins has nothing to multiply. Stored states leave no register for this.
-        shrink = gl.where(is_first, 1.0, shrink)
-    acc = rescaled(acc, spread(shrink, acc))
+        past = gl.where(is_first, 1.0, past)
+    acc = rescaled(acc, spread(past, acc))
     if rings.values.EXTRA > 0:
-        rest = rescaled(rest, spread(shrink, rest))
-    return opens, acc, rest, pack(weights, shape.VALUE, shape.KV_TILE), m, l, folded
+        rest = rescaled(rest, spread(past, rest))
+    if not segments.STORED:
+        # Behind all branches: a warp issues an exponent in eight clocks, and sums and packing fill
+        # the clocks between only where they are in the same block of instructions.
+        weights = weights_of(scores, base, scaling.factor, scaling.SOFT_CAP)
+        l = _with_sums(l, shrink, _sums_of(weights, segments.SUMS))
+    return opens, acc, rest, pack(weights, shape.VALUE, shape.KV_TILE), top, l, folded
 
 
 @gluon.jit
@@ -415,11 +428,10 @@ def _first_weights(scores, now, tile, run, queries, keys, scaling, mask, segment
         is_last = (tile.high > 0) & (run.end - run.low == 1)
         mbarrier.arrive(queries.empty.index(0), count=1, pred=is_last)
     rows = rows_of(tile, mask, shape)
+    scores = _seen(scores, run.low * shape.KV_TILE, rows, tile.kv_len, scaling, mask, True)
     m = unreferred(scores)
-    weights, m, l, _ = _softmax(
-        scores, m, run.low * shape.KV_TILE, rows, tile.kv_len, scaling, mask, segments.SUMS, True
-    )
-    return pack(weights, shape.VALUE, shape.KV_TILE), m, l
+    weights, _, m = referred_weights(scores, m, scaling.factor, scaling.SOFT_CAP, True)
+    return pack(weights, shape.VALUE, shape.KV_TILE), m, _sums_of(weights, segments.SUMS)
 
 
 @gluon.jit

@@ -271,6 +271,15 @@ def referred_weights(scores, m, factor, SOFT_CAP: gl.constexpr, MASKED: gl.const
 
     With SOFT_CAP, ``factor`` has been applied. MASKED: a row may not see all of the tile's keys.
     """
+    top, base = new_references(scores, m, factor, SOFT_CAP, MASKED)
+    return weights_of(scores, base, factor, SOFT_CAP), gl.exp2(m - base), top
+
+
+@gluon.jit
+def new_references(scores, m, factor, SOFT_CAP: gl.constexpr, MASKED: gl.constexpr):
+    """The first half of :func:`referred_weights`: rows' new references, and what weights and the
+    row's past are relative to: these, or 0 for a row that has seen nothing.
+    """
     scale = factor
     if SOFT_CAP:
         scale = 1.0
@@ -278,12 +287,18 @@ def referred_weights(scores, m, factor, SOFT_CAP: gl.constexpr, MASKED: gl.const
     base = top
     if MASKED:
         base = gl.where(top == float("-inf"), 0.0, top)
+    return top, base
+
+
+@gluon.jit
+def weights_of(scores, base, factor, SOFT_CAP: gl.constexpr):
+    """The second half of :func:`referred_weights`: weights of scores, relative to ``base``."""
     if SOFT_CAP:
         exponents = scores - spread(base, scores)
     else:
-        scales = gl.full(scores.shape, scale, gl.float32, scores.type.layout)
+        scales = gl.full(scores.shape, factor, gl.float32, scores.type.layout)
         exponents = gl.fma(scores, scales, -spread(base, scores))
-    return gl.exp2(exponents), gl.exp2(m - base), top
+    return gl.exp2(exponents)
 
 
 @gluon.jit
