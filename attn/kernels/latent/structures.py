@@ -353,7 +353,8 @@ class E4m3Room:
     """``[1]`` mbarrier: the sums of a part's weights are stored."""
     loaded: gl.shared_memory_descriptor
     """``[2, 1]`` mbarriers. The first: both groups of columns have stored their half of the
-    queries. The second: both groups have loaded their half to registers."""
+    queries. The second: both groups have written their output of the item before, and asked for
+    their half of the queries."""
     TERMS: gl.constexpr
     """int, e4m3 numbers whose sum a query element becomes: 2, or 1 if it is rounded, and then there
     are no small terms."""

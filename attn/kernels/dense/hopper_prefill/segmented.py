@@ -345,9 +345,7 @@ def _step(
         rings.keys.give_back(now)
     if queries.STAGES == 1:
         mbarrier.arrive(queries.empty.index(0), count=1, pred=number == run.end - 1)
-    scores = _seen(
-        scores, number * shape.KV_TILE, rows, tile.kv_len, scaling, mask, MASKED
-    )
+    scores = _seen(scores, number * shape.KV_TILE, rows, tile.kv_len, scaling, mask, MASKED)
     top, base = new_references(scores, m, scaling.factor, scaling.SOFT_CAP, MASKED)
     shrink = gl.exp2(m - base)
     weights = scores

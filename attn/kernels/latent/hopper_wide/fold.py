@@ -99,9 +99,7 @@ def _fold(
             acc += found[i][0].to(tl.float32) * weight
         m = most
     acc = acc * (1.0 / tl.where(m == float("-inf"), 1.0, l))
-    token, head, wanted = _place_of(
-        at, r, lane, token, count, HEADS, HEAD_LOOPS, GROUP, TILE_HEADS
-    )
+    token, head, wanted = _place_of(at, r, lane, token, count, HEADS, HEAD_LOOPS, GROUP, TILE_HEADS)
     cells = out.out_ptr + (token.to(tl.int64) * out.out_token + head * out.out_head) + column
     tl.store(cells, acc.to(out.out_ptr.dtype.element_ty), mask=wanted)
     if out.LSE:

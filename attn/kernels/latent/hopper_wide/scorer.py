@@ -220,22 +220,30 @@ def _refer(s, l, buffer, is_first, room, tile):
 
     The factors of these rows are left for the output, too.
     """
-    if room.TERMS == 1 and not LOOPS:
+    BY_MEMORY: gl.constexpr = room.TERMS == 1 and not LOOPS
+    if BY_MEMORY:
         top = _row_maxima(s, room, buffer)
+        top *= room.factors.load(top.type.layout)
     else:
+        # Scaled ahead of the maxima: in the other order Triton 3.8 spills.
+        s = s * room.factors.load(gl.SliceLayout(0, tile.SCORES))[None, :]
         top = _row_maxima_by_shuffles(s, room, buffer)
     ROWS: gl.constexpr = top.type.layout
-    top *= room.factors.load(ROWS)
     before = gl.where(is_first, float("-inf"), room.references.load(ROWS))
     after = gl.where(top > before + _LARGEST, top - _FIRST, before)
     grown = room.grown.index(buffer)
     # Before the first block there is nothing to rescale.
-    grown.store(gl.where(is_first, 1.0, gl.exp2(base_of(before) - base_of(after))))
+    factors = gl.where(is_first, 1.0, gl.exp2(base_of(before) - base_of(after)))
+    grown.store(factors)
     room.references.store(after)
     # The weights come where the maxima are.
     thread_barrier()
     EVERY: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, l.type.layout))
-    return l * grown.load(EVERY)[None, None, :]
+    if BY_MEMORY:
+        factors = grown.load(EVERY)
+    else:
+        factors = gl.convert_layout(factors, EVERY, assert_trivial=True)
+    return l * factors[None, None, :]
 
 
 @gluon.jit
