@@ -34,7 +34,7 @@ WOVEN_E4M3 = tl.constexpr("{ " + _WOVEN + _SPLIT_PAIRS + " }")
 """Decode the four e4m3 elements of two words ($8 and $9) to fp16, in pairs of one element of
 each."""
 WOVEN_NUMBERS = tl.constexpr("{ " + _WOVEN + _NUMBERS + _SPLIT_PAIRS + " }")
-"""The same, but NaN becomes 448, the largest number of e4m3."""
+"""As :data:`WOVEN_E4M3`, but NaN becomes 448, the largest number of e4m3."""
 
 
 @gluon.jit
