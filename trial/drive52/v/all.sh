@@ -1,0 +1,3 @@
+# all.sh TREE VERSION: spills of all invariant Hopper prefill variants
+t=$1; v=$2; P=TRITONS/triton-$v:$t; [ $v = 3.7 ] && P=$t
+cd $t; rm -rf c-$t-$v-all; TRITON_DUMP_PTXAS_LOG=1 TRITON_INTERPRET=0 TRITON_CACHE_DIR=c-$t-$v-all PYTHONPATH=$P .venv/bin/python w.py 'hopper_prefill 32/8/128' 'hopper_prefill 64/8/64' 'hopper_prefill 32/32/96' 'hopper_prefill 16/8/192' 'hopper_prefill 16/8/256' 'hopper_prefill window 1024' 'hopper_prefill 64/8/64 window sinks' 'hopper_prefill cap sinks' 'hopper_prefill 16/8/256 soft cap window' 'hopper_prefill 8/1/128 fp16 verify 8' 'hopper_prefill chunks lookback' 'hopper_prefill ranges' 'hopper_prefill fp8 output lse' 'hopper_prefill 32/8/160' 2>&1 | grep MISS | sed "s/'error': '', //; s/'wide_stores.*MISS/MISS/"

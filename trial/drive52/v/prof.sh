@@ -1,0 +1,4 @@
+export TRITON_CACHE_DIR=/tmp/tc OMP_NUM_THREADS=1; t0=$(date +%s)
+for t in base ppx; do mkdir -p /tmp/v/$t; cp -r attn builders specs tests /tmp/v/$t; [ -f .gpu/v/$t.tgz ] && tar xzf .gpu/v/$t.tgz -C /tmp/v/$t; (cd /tmp/v/$t; PYTHONPATH=/tmp/v/$t:/tmp/site python3 /tmp/repo_prof.py > /tmp/w_$t.log 2>&1) & done; wait; tail -2 /tmp/w_*.log; echo warm $(( $(date +%s)-t0 ))
+for t in base ppx; do cd /tmp/v/$t; PYTHONPATH=/tmp/v/$t:/tmp/site timeout 60 ncu --section SourceCounters --section WarpStateStats --section SchedulerStats --section SpeedOfLight --section ComputeWorkloadAnalysis -k regex:hopper_prefill --launch-skip 2 -c 1 -o /tmp/ncu_$t -f python3 /tmp/repo_prof.py > /tmp/n_$t.log 2>&1; tail -1 /tmp/n_$t.log
+ncu -i /tmp/ncu_$t.ncu-rep --page source --csv 2>/dev/null | gzip > $OUT/$t.src.csv.gz; ncu -i /tmp/ncu_$t.ncu-rep --page details --csv 2>/dev/null | gzip > $OUT/$t.det.csv.gz; echo $t $(( $(date +%s)-t0 )); done; ls -la $OUT
