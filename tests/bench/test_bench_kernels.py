@@ -519,6 +519,12 @@ def test_a_compiler_s_complaint_stands_in_the_reason():
     assert describe(KeyError()) == "KeyError"
 
 
+def test_folders_of_a_machine_are_left_out_of_what_is_said_of_an_error():
+    error = RuntimeError("at /home/me/site/x.cuh:70: 1/2 of a/b, see https://x.org/docs/a")
+    expected = "RuntimeError: at x.cuh:70: 1/2 of a/b, see https://x.org/docs/a"
+    assert describe(error) == expected
+
+
 def test_flash_attention_is_called_as_vllm_calls_it():
     calls, run = call_of("fa3", "window")
     _, options = calls["flash_attn_varlen_func"]

@@ -5,9 +5,15 @@ from __future__ import annotations
 import re
 
 
+_FOLDERS = re.compile(r"(?<![\w.:/])/(?:[\w.+-]+/)+")
+
+
 def describe(error: BaseException) -> str:
-    """Type and first line of an error, and the first ``error:`` line of a compiler below it."""
-    lines = str(error).strip().splitlines()
+    """Type and first line of an error, and the first ``error:`` line of a compiler below it.
+
+    Of an absolute path only the file's name is left: the folders are those of one machine.
+    """
+    lines = _FOLDERS.sub("", str(error)).strip().splitlines()
     if not lines:
         return type(error).__name__
     complaints = (re.search(r"\berror: .*", line) for line in lines[1:])
