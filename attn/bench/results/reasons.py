@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-
 _FOLDERS = re.compile(r"(?<![\w.:/])/(?:[\w.+-]+/)+")
 
 
