@@ -10,7 +10,7 @@ _FOLDERS = re.compile(r"(?<![\w.:/])/(?:[\w.+-]+/)+")
 def describe(error: BaseException) -> str:
     """Type and first line of an error, and the first ``error:`` line of a compiler below it.
 
-    Of an absolute path only the file's name is left: the folders are those of one machine.
+    An absolute path is cut to the file's name, since its folders are those of one machine.
     """
     lines = _FOLDERS.sub("", str(error)).strip().splitlines()
     if not lines:

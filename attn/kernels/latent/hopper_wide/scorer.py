@@ -202,7 +202,11 @@ def _row_maxima(s, room, buffer):
 
 @gluon.jit
 def _row_maxima_by_shuffles(s, room, buffer):
-    """The same, where the scorer has too few registers for addresses, or ptxas 13 spills them."""
+    """The maximum of each column of ``s [64 keys, 64 rows]``, by shuffles within each warp.
+
+    It is for scorers with too few registers for the addresses of :func:`_row_maxima`, and for ptxas
+    13, which spills these.
+    """
     ROWS: gl.constexpr = gl.SliceLayout(0, s.type.layout)
     EVERYWHERE: gl.constexpr = gl.DistributedLinearLayout(
         [[1, 0], [2, 0], [0, 1], [0, 8], [0, 16], [0, 32]],
