@@ -277,8 +277,10 @@ def referred_weights(scores, m, factor, SOFT_CAP: gl.constexpr, MASKED: gl.const
 
 @gluon.jit
 def new_references(scores, m, factor, SOFT_CAP: gl.constexpr, MASKED: gl.constexpr):
-    """The first half of :func:`referred_weights`: rows' new references, and what weights and the
-    row's past are relative to: these, or 0 for a row that has seen nothing.
+    """The first half of :func:`referred_weights`: rows' new references, and their bases.
+
+    Weights, and the factor of a row's past, are relative to the base: the reference, or 0 for a row
+    that has seen nothing.
     """
     scale = factor
     if SOFT_CAP:

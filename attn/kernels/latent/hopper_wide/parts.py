@@ -21,11 +21,11 @@ BUFFERS = tl.constexpr(4)
 
 @gluon.jit
 def share_with_item_at(shares_ptr, HEADS: gl.constexpr):
-    """:func:`share_at`, which brings the numbers of the first work item into the L1 cache.
+    """The share of :func:`share_at`, loaded together with the numbers of its first work item.
 
-    Half of them lie in another sector of 32 bytes than the share. Triton's compiler and ptxas load
-    what only the loop over work items uses in that loop, so that a second trip to memory would
-    follow the first.
+    Half of these numbers lie in another sector of 32 bytes than the share. Triton's compiler and
+    ptxas load them in the loop over work items if nothing ahead of it uses them, and a second trip
+    to memory follows the first.
     """
     first_row, begin, past_row, mine, fields = share_at(shares_ptr, HEADS)
     # A first position is never so small, which the compiler does not know.

@@ -30,7 +30,7 @@ ROUNDED = gl.constexpr(
     " shl.b32 c, $2, 16; and.b32 d, $2, 0xFFFF0000; cvt.rn.satfinite.e4m3x2.f32 x, b, a;"
     " cvt.rn.satfinite.e4m3x2.f32 y, d, c; mov.b32 $0, {x, y}; }"
 )
-"""Two pairs of bf16 numbers as four of e4m3. The compiler's conversion takes half as many again."""
+"""Two pairs of bf16 numbers as four of e4m3. The compiler's conversion takes more instructions."""
 
 
 @gluon.jit
@@ -167,7 +167,7 @@ def _rounded(x):
 def _store_terms(part, down, TERMS: gl.constexpr, terms, at, FIRST: gl.constexpr):
     """Store the terms of rows of queries times ``down``, a power of two for each row.
 
-    Rows from FIRST on of ``terms[at]`` get large terms, those of ``terms[at + 1]`` small terms.
+    Rows from FIRST on of ``terms[at]`` get large terms, rows of ``terms[at + 1]`` small terms.
     """
     large = terms.index(at).slice(FIRST, part.shape[0], dim=0)
     if TERMS == 2:

@@ -77,8 +77,8 @@ def _operands_of(ring, room):
 def _products(keys, queries, at, before, goes_on, TERMS: gl.constexpr):
     """Start the products of keys and a run of queries' columns: ``[64 keys, 64 rows]`` fp32.
 
-    Large terms are at ``at`` of ``queries``, small terms as many runs behind them as there are. If
-    it ``goes_on``, the products are added to ``before``.
+    The first half of ``queries`` has the large terms of all runs, the second half their small
+    terms; ``at`` is the run. If it ``goes_on``, the products are added to ``before``.
     """
     large = queries.index(at).permute((1, 0))
     if TERMS == 2:
