@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from builders.splitkv.record import EVERY_KEY, MOST_SHARED, WASTE, VisibleKeys
 from builders.splitkv.segments import segment_of, segment_start
 from builders.splitkv.tiles import SplitTile
-from specs.base import cdiv
+from specs.base import cdiv, power_of_two
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,13 @@ def plan_rows(
                 where = [first_tile, tiles, 0, part, parts, segment_group, segment_groups]
                 rows.append([req, token + skipped, taken, kv_len, first, *where])
         token += count
+    row_tiles = [fields[6] for fields in rows]
+    aligned = None
+    if group_segments and len(query_lens) == 1 and len(set(row_tiles)) > 1:
+        aligned = aligned_tiles(sum(row_tiles) * head_loops, groups)
     # Work items of one length are cut into equal parts, so each share has as many beginnings.
-    cost = rules.row_cost if len({fields[6] for fields in rows}) > 1 else 0
+    # Aligned shares begin with a work item, or are within one.
+    cost = rules.row_cost if len(set(row_tiles)) > 1 and aligned is None else 0
     place = 0
     for fields in rows:
         fields[7] = place + cost
@@ -112,7 +117,7 @@ def plan_rows(
     if least_tiles is not None:
         # Arrivals of groups are counted, and a group without a tile would never arrive.
         sharers = max(min(groups, place // least_tiles), 1)
-    shared = shared_tiles(place, [fields[6] for fields in rows], sharers)
+    shared = shared_tiles(place, row_tiles, sharers) if aligned is None else aligned
     starts = [
         _start_of(
             cdiv(c * shared, sharers),
@@ -126,6 +131,24 @@ def plan_rows(
         for c in range(groups + 1)
     ]
     return HostPlan(rows, shared, starts)
+
+
+def aligned_tiles(total: int, groups: int) -> int | None:
+    """KV tiles that the groups share if each gets a power of two.
+
+    It is for a request by itself whose keys are cut into segment groups, which begin at multiples
+    of powers of two. With other shares every fourth program goes on from one segment group to the
+    next, which takes as long as some tiles, and the others wait for it.
+
+    Args:
+        total: tiles of the step.
+        groups: groups of programs.
+
+    Returns:
+        None where that leaves more than one in ``WASTE`` programs idle.
+    """
+    shared = power_of_two(cdiv(total, groups)) * groups
+    return shared if total <= MOST_SHARED and (shared - total) * WASTE <= total else None
 
 
 def shared_tiles(total: int, row_tiles: Sequence[int], groups: int) -> int:

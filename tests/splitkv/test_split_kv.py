@@ -144,6 +144,15 @@ def steps(draw: st.DrawFn) -> Step:
     )
 
 
+def lone(kv_len: int, **changes: Any) -> Step:
+    """One request by itself, cut into segment groups, as a latent layer of 16 heads plans it."""
+    step = Step(
+        ((1, kv_len),), tile_of(query_tokens=1, kv_tile=64), groups=132, row_cost=5,
+        segment_group=SEGMENTS_PER_GROUP, max_kv_len=1 << 21,
+    )  # fmt: skip
+    return replace(step, **changes)
+
+
 EXAMPLES = 60 if DEVICE.type == "cpu" else 10
 """Examples that hypothesis tries; fewer on a GPU, where each one compiles a kernel."""
 
@@ -246,6 +255,13 @@ def filled(step: Step) -> dict[str, list]:
 @example(step=Step(((1, 9000), (2, 7), (1, 4000)) * 3, tile_of(), 33, 2, least_tiles=2, row_cost=2))
 @example(step=Step(((1, 4096),) * 8, tile_of(), 33, least_tiles=2, row_cost=2))
 @example(step=Step(((1, 64), (1, 300), (1, 9)) * 4, tile_of(), 3, least_tiles=1, row_cost=5))
+# One request whose segment groups get shares of a power of two: a warp of them and more,
+# with a cost of beginnings, with a second walk; and such that too many groups would idle.
+@example(step=lone(1 << 18))
+@example(step=lone(1 << 20))
+@example(step=lone((1 << 20) + 200, head_loops=2, row_cost=0))
+@example(step=lone(1_000_000))
+@example(step=lone(1 << 20, unused=0, lens=((3, 1 << 20),)))
 def test_the_kernels_plan_is_the_hosts(step: Step) -> None:
     check_plan(step)
 
@@ -393,7 +409,9 @@ def test_rows_are_the_short_queries_cut_into_tiles(step: Step) -> None:
     assert [fields[6] for fields in plan.rows] == [sum(segments) for _, segments in work]
     tiles = [fields[6] for fields in plan.rows]
     total = step.head_loops * sum(tiles)
-    if len(set(tiles)) > 1:
+    aligned = power_of_two(cdiv(total, step.groups)) * step.groups
+    is_alone = step.segment_group > 0 and len(step.lens) == 1
+    if len(set(tiles)) > 1 and not (is_alone and aligned <= total * (1 + 1 / WASTE)):
         total += step.row_cost * len(tiles)
     assert total <= plan.shared <= total * (1 + 1 / WASTE)
     for (req, token, _), fields in zip((row for row, _ in work), plan.rows, strict=True):
@@ -544,6 +562,25 @@ def test_rows_of_one_length_are_given_out_whole_or_in_equal_parts(
 def test_rows_are_not_kept_whole_where_many_programs_would_idle() -> None:
     step = Step(((1, 4096),) * 24, tile_of(query_tokens=1, kv_tile=64), groups=33)
     assert step.plan().shared == 24 * 64
+
+
+@pytest.mark.parametrize("kv_len", [1 << 18, 1 << 19, 1 << 20, (1 << 20) + 200])
+def test_no_program_goes_from_one_segment_group_of_a_lone_request_to_the_next(kv_len: int) -> None:
+    plan = lone(kv_len).plan()
+    assert len({fields[6] for fields in plan.rows}) > 1
+    for (row, _), (next_row, next_segment) in pairwise(plan.starts):
+        assert next_row + (next_segment > 0) - row <= 1
+    # Beginnings cost nothing, since no program has a second one.
+    assert plan.starts == lone(kv_len, row_cost=0).plan().starts
+
+
+@pytest.mark.parametrize("changes", [{"lens": ((1, 1_000_000),)}, {"lens": ((1, 1 << 20),) * 2}])
+def test_shares_are_no_power_of_two_where_programs_would_idle_or_requests_are_several(
+    changes: dict[str, Any],
+) -> None:
+    plan = lone(1 << 20, **changes).plan()
+    tiles = [fields[6] for fields in plan.rows]
+    assert plan.shared == sum(tiles) + 5 * len(tiles)
 
 
 def test_requests_without_tokens_cost_nothing_and_keyless_rows_one_tile() -> None:

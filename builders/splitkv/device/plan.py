@@ -163,8 +163,8 @@ def plan_step(
             own_rows = tl.sum(tl.where(own, req_rows, 0), 0)
             is_one_each = (most_rows == 1) & (tl.min(tl.where(real, req_rows, 1), 0) == 1)
             plan_slice(
-                plan, counts, own_rows, num_rows, is_one_each, reqs, rows, requests, is_first,
-                rules, split, LINES,
+                batch, plan, counts, own_rows, num_rows, is_one_each, reqs, rows, requests,
+                is_first, rules, split, LINES,
             )  # fmt: skip
         else:
             if num_rows <= IN_A_WARP:
@@ -172,8 +172,8 @@ def plan_step(
             else:
                 counts, _ = _count(batch, 0, IN_A_WARP, prefill, rules, REQS)
                 plan_slice(
-                    plan, counts, num_rows, num_rows, False, reqs, rows, requests, is_first, rules,
-                    split, LINES,
+                    batch, plan, counts, num_rows, num_rows, False, reqs, rows, requests, is_first,
+                    rules, split, LINES,
                 )  # fmt: skip
             # Stored last, since nothing in this kernel depends on these.
             _plan_prefill(count, prefill)

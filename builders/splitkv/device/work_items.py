@@ -122,26 +122,42 @@ def _shared_tiles(total, length, is_even, num_groups):
 
 
 @triton.jit
-def sharing(total, largest, num_rows, split):
+def _aligned_tiles(total, num_groups):
+    """KV tiles that groups share if each gets a power of two, and whether few groups idle then.
+
+    See :func:`builders.splitkv.host_twin.aligned_tiles`.
+    """
+    share = tl.maximum(tl.cdiv(total, num_groups) - 1, 0)
+    for step in tl.static_range(5):
+        share = share | (share >> (1 << step))
+    aligned = (share + 1) * num_groups
+    return aligned, (total <= _MOST_SHARED) & (aligned - total <= total // _WASTE)
+
+
+@triton.jit
+def sharing(total, largest, num_rows, is_alone, split):
     """The :class:`builders.splitkv.device.groups.Shares` of a step.
 
     They follow from the tiles of all ``num_rows`` work items (argument ``total``), and from the
-    ``largest`` number of tiles of one work item. ``split`` is a
-    :class:`builders.splitkv.device.groups.Split`.
+    ``largest`` number of tiles of one work item. ``is_alone``: they are segment groups of one
+    request. ``split`` is a :class:`builders.splitkv.device.groups.Split`.
 
     Group c owns the segments that start in ``[c * shared / sharers, (c + 1) * shared / sharers)``.
     """
     is_even = total == largest.to(tl.int64) * num_rows
+    aligned, is_aligned = _aligned_tiles(total * split.HEAD_LOOPS, split.NUM_GROUPS)
+    is_aligned = is_aligned & is_alone & (is_even == 0)
     cost = 0
     if split.ROW_COST > 0:
         # Work items of one length are cut into equal parts: each share has as many beginnings.
-        cost = tl.where(is_even, 0, split.ROW_COST)
+        # Aligned shares begin with a work item, or are within one.
+        cost = tl.where(is_even | is_aligned, 0, split.ROW_COST)
     total = (total + cost * num_rows) * split.HEAD_LOOPS
     sharers = split.NUM_GROUPS
     if split.DEPENDS_ON_BATCH:
         # Arrivals of groups are counted, and a group without a tile would never arrive.
         sharers = tl.maximum(tl.minimum(split.NUM_GROUPS, total // split.LEAST), 1)
-    shared = _shared_tiles(total, largest, is_even, sharers)
+    shared = tl.where(is_aligned, aligned, _shared_tiles(total, largest, is_even, sharers))
     return Shares(cost=cost, total=total, sharers=sharers, shared=shared)
 
 
