@@ -81,9 +81,13 @@ EXPLAINED: Final = {
         "scorer.py:weigh_latents",
         "columns.py:_numbers_of",
     ): "sums of weights, behind the scorer's barrier and one arrival",
+    (
+        "queries.py:store_scale",
+        "queries.py:cache_scale",
+    ): "the cache's scale: every thread of both groups stores the same number before it reads",
     ("exchanges.py:give", "exchanges.py:take"): "a control: behind a barrier and one arrival",
 }
-"""Functions that write and read in exchanges that racecheck reports although they are ordered."""
+"""Functions that write and read in exchanges that racecheck reports, and why they are right."""
 DISPATCH: Final = "which partition a warp runs: Triton's own words, between barriers of all threads"
 
 
