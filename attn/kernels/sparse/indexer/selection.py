@@ -171,7 +171,7 @@ def _largest(row, length, wanted, TILE: tl.constexpr, VECTOR: tl.constexpr, WARP
     key, level_wanted = _floor_of(logits, length, wanted, WARPS)
     floor = _logit_of(key)
     if level_wanted > 0:
-        # Of logits at the floor the first are taken, and NaN behind all of minus infinity.
+        # The first logits at the floor are taken, and NaN behind all of minus infinity.
         level = logits == floor
         none = there & (logits != logits) & (key == _LEAST_KEY)
         counts = tl.cumsum(level.to(tl.int32) + none.to(tl.int32) * 65536, 0)
