@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import fnmatch
 import os
 import re
 import shutil
@@ -375,7 +376,7 @@ JOBS: Final = {
 }
 
 
-def run_share(which: str, share: int, shares: int, seconds: float) -> None:
+def run_share(which: str, share: int, shares: int, seconds: float, pattern: str = "*") -> None:
     """Launches of a set in this process, until time is up; says which, and what failed.
 
     Args:
@@ -383,11 +384,12 @@ def run_share(which: str, share: int, shares: int, seconds: float) -> None:
         share: number of the process.
         shares: processes of the set.
         seconds: to begin launches in.
+        pattern: shell pattern of the launches' names.
     """
     import random
 
     end = time.monotonic() + seconds
-    jobs = list(JOBS[which]())
+    jobs = [(name, job) for name, job in JOBS[which]() if fnmatch.fnmatchcase(name, pattern)]
     # Neighbouring launches are alike; a process that runs out of time should have run every kind.
     random.Random(share).shuffle(own := jobs[share::shares])
     for name, job in own:
@@ -472,7 +474,9 @@ def outcome_of(tool: str, which: str, shares: Iterable[Share]) -> Outcome:
 class Running:
     """A share's process; what it says goes to files, for a full pipe would stop it."""
 
-    def __init__(self, tool: str, which: str, share: int, shares: int, seconds: float) -> None:
+    def __init__(
+        self, tool: str, which: str, share: int, shares: int, seconds: float, pattern: str = "*"
+    ) -> None:
         """
         Args:
             tool: memcheck or racecheck.
@@ -480,6 +484,7 @@ class Running:
             share: number of the process.
             shares: processes of the set.
             seconds: to begin launches in.
+            pattern: shell pattern of the launches' names.
         """
         self._folder = tempfile.TemporaryDirectory()
         options = ["--racecheck-report", "analysis"] if tool == "racecheck" else []
@@ -499,7 +504,10 @@ class Running:
             environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
         with self._path("said").open("w") as said:
             self._process = subprocess.Popen(
-                ["compute-sanitizer", "--tool", tool, *options, *own, "--seconds", str(seconds)],
+                [
+                    *("compute-sanitizer", "--tool", tool, *options, *own),
+                    *("--seconds", str(seconds), "--case", pattern),
+                ],
                 cwd=ROOT,
                 env=environment,
                 stdout=said,
@@ -530,7 +538,11 @@ class Running:
 
 
 def run(
-    tools: Sequence[str], seconds: float, processes: int, sets: Sequence[str] = tuple(SETS)
+    tools: Sequence[str],
+    seconds: float,
+    processes: int,
+    sets: Sequence[str] = tuple(SETS),
+    pattern: str = "*",
 ) -> list[Outcome]:
     """Every set with every tool, as many processes at once as there may be for each tool."""
     outcomes, weights = [], sum(SETS[which] for which in sets)
@@ -539,7 +551,9 @@ def run(
         try:
             for which in sets:
                 shares = max(1, processes * SETS[which] // weights)
-                started[which] = [Running(tool, which, n, shares, seconds) for n in range(shares)]
+                started[which] = [
+                    Running(tool, which, n, shares, seconds, pattern) for n in range(shares)
+                ]
             if tool == "racecheck":
                 for n, name in enumerate(CONTROLS):
                     one = Running(tool, "control", n, len(CONTROLS), seconds)
@@ -585,6 +599,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m tests.tools.sanitize", description=__doc__)
     parser.add_argument("--tool", action="append", choices=["memcheck", "racecheck"])
     parser.add_argument("--set", action="append", choices=SETS, help="of launches; default: all")
+    parser.add_argument("--case", default="*", help="shell pattern of names of launches")
     parser.add_argument("--seconds", type=float, default=120.0, help="to begin launches in")
     parser.add_argument("--processes", type=int, default=12, help="of each tool")
     parser.add_argument("--commit", default=UNKNOWN, help="that is run; a copy may have no git")
@@ -593,7 +608,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.share is not None:
         which, share, shares = given.share
-        run_share(which, int(share), int(shares), given.seconds)
+        run_share(which, int(share), int(shares), given.seconds, given.case)
         return 0
     if given.out is not None and given.commit == UNKNOWN:
         parser.error("a table says of which commit it is: --commit")
@@ -603,11 +618,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import triton
 
     tools, sets = given.tool or ["memcheck", "racecheck"], given.set or [*SETS]
-    outcomes = run(tools, given.seconds, given.processes, sets)
+    outcomes = run(tools, given.seconds, given.processes, sets, given.case)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     head = (
         f"{device}, commit {given.commit}; torch {torch.__version__}, triton {triton.__version__}."
     )
+    if given.case != "*":
+        head += f" Launches whose names match `{given.case}`."
     text = render(outcomes, head)
     if given.out is not None:
         given.out.write_text(text)

@@ -210,6 +210,16 @@ def test_shares_are_all_launches_once(monkeypatch, capsys):
     assert capsys.readouterr().out == "OF 4\n"
 
 
+def test_shares_are_of_launches_whose_names_match(monkeypatch, capsys):
+    jobs = [(f"{kind} {n}", lambda: None) for kind in ("bf16", "e4m3") for n in range(5)]
+    monkeypatch.setitem(sanitize.JOBS, "plan", lambda: iter(jobs))
+    for share in range(2):
+        arguments = ["--share", "plan", str(share), "2", "--seconds", "60", "--case", "e4m3*"]
+        assert sanitize.main(arguments) == 0
+    said = capsys.readouterr().out
+    assert said.count("DONE e4m3 ") == said.count("DONE ") == 5
+
+
 @pytest.fixture
 def tool(tmp_path, monkeypatch):
     """Stands for compute-sanitizer: writes a summary to its log, and runs what it is told to."""
