@@ -1,0 +1,4 @@
+. .gpu/base/setup.sh
+date +%s > /tmp/begun
+mkdir -p /tmp/k /tmp/o/w; cp .gpu/k6/* /tmp/k; mkdir -p /tmp/repo; tar c --exclude .gpu --exclude .git . | tar x -C /tmp/repo
+nvidia-smi -L; nproc; python3 -c "import vllm; print(vllm.__version__)" 2>&1 | tail -1
