@@ -107,7 +107,7 @@ def plan_rows(
     if group_segments and len(query_lens) == 1 and len(set(row_tiles)) > 1:
         aligned = aligned_tiles(sum(row_tiles) * head_loops, groups)
     # Work items of one length are cut into equal parts, so each share has as many beginnings.
-    # Aligned shares begin with a work item, or are within one.
+    # Few aligned shares have the beginning of a second work item.
     cost = rules.row_cost if len(set(row_tiles)) > 1 and aligned is None else 0
     place = 0
     for fields in rows:
@@ -137,8 +137,8 @@ def aligned_tiles(total: int, groups: int) -> int | None:
     """KV tiles that the groups share if each gets a power of two.
 
     It is for a request by itself whose keys are cut into segment groups, which begin at multiples
-    of powers of two. With other shares every fourth program goes on from one segment group to the
-    next, which takes as long as some tiles, and the others wait for it.
+    of powers of two. With other shares some programs go on from one segment group to the next,
+    which takes them as long as several tiles, and all others wait for them.
 
     Args:
         total: tiles of the step.

@@ -150,7 +150,7 @@ def sharing(total, largest, num_rows, is_alone, split):
     cost = 0
     if split.ROW_COST > 0:
         # Work items of one length are cut into equal parts: each share has as many beginnings.
-        # Aligned shares begin with a work item, or are within one.
+        # Few aligned shares have the beginning of a second work item.
         cost = tl.where(is_even | is_aligned, 0, split.ROW_COST)
     total = (total + cost * num_rows) * split.HEAD_LOOPS
     sharers = split.NUM_GROUPS
