@@ -45,6 +45,8 @@ from tests.tools.sass import overwritten_operands, undefined_reads
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 RESULTS: Final = ROOT / "docs/benchmarks"
+VERSIONS: Final = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
+"""Versions of Triton that kernels are compiled by."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,6 @@ class Set:
     title: str
     table: Path
     variants: tuple[Variant, ...]
-    versions: tuple[str, ...]
     targets: tuple[int, ...]
 
 
@@ -63,28 +64,24 @@ SETS: Final = {
         "TRITON_ATTN",
         RESULTS / "compile_triton_attn.md",
         VARIANTS,
-        ("3.6.0", "3.7.1", "3.9.0"),
         tuple(TARGETS),
     ),
     "triton_mla": Set(
         "TRITON_MLA",
         RESULTS / "compile_triton_mla.md",
         MLA_VARIANTS,
-        ("3.6.0", "3.7.1", "3.9.0"),
         tuple(TARGETS),
     ),
     "invariant": Set(
         "TRITON_ATTN with batch invariance",
         RESULTS / "compile_invariant.md",
         INVARIANT_VARIANTS,
-        ("3.6.0", "3.7.1", "3.9.0"),
         (90,),
     ),
     "hopper": Set(
         "TRITON_ATTN on Hopper, in Gluon",
         RESULTS / "compile_hopper.md",
         HOPPER_VARIANTS,
-        ("3.6.0", "3.7.1", "3.8.0", "3.9.0"),
         (90,),
     ),
 }
@@ -488,9 +485,8 @@ Results = dict[tuple[str, int], dict[str, Facts]]
 
 def compile_all(of: str, folder: Path, processes: int) -> Results:
     """Facts of every variant of a set, for every version and every target."""
-    versions = SETS[of].versions
-    folders = {version: install(version, folder) for version in versions}
-    columns = [(version, target) for version in versions for target in SETS[of].targets]
+    folders = {version: install(version, folder) for version in VERSIONS}
+    columns = [(version, target) for version in VERSIONS for target in SETS[of].targets]
 
     def column(key: tuple[str, int]) -> dict[str, Facts]:
         with tempfile.TemporaryDirectory() as cache:

@@ -33,11 +33,9 @@ from unittest import mock
 
 from builders.launch.call import KernelCall
 from tests.compile import sparse_variants, step_variants
-from tests.compile.compile_matrix import ROOT, _Device, install
+from tests.compile.compile_matrix import ROOT, VERSIONS, _Device, install
 from tests.compile.variants import HOPPER_VARIANTS, MLA_VARIANTS, TARGETS, VARIANTS, call_of
 
-VERSIONS: Final = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
-"""Versions of Triton that compile for Hopper."""
 ELSEWHERE: Final = ("3.7.1",)
 """Versions that compile for the other GPUs, where no kernel is written for one GPU alone."""
 _DIGITS: Final = 16

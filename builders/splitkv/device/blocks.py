@@ -141,8 +141,7 @@ def plan_few(
     rows = _rows_of_lanes(lane, num_rows, is_one_each, lane, req_rows, requests, rules)
     total = tl.sum(rows.tiles, 1, keep_dims=True)
     largest = tl.max(rows.tiles, 1, keep_dims=True)
-    is_alone = (batch.num_reqs == 1) & (rules.tile.SEGMENTS_PER_GROUP > 0)
-    shares = sharing(total, largest, num_rows, is_alone, split)
+    shares = sharing(total, largest, num_rows, batch, rules, split)
     once = (line == 0) & (lane < 2)
     tl.store(plan.total_ptr + lane, tl.where(lane == 0, num_rows, shares.shared), mask=once)
     live = lane < num_rows
@@ -165,8 +164,7 @@ def plan_slice(
     """
     line = tl.arange(0, LINES)[:, None] * 0
     lane = line + tl.arange(0, IN_A_WARP)[None, :]
-    is_alone = (batch.num_reqs == 1) & (rules.tile.SEGMENTS_PER_GROUP > 0)
-    shares = sharing(counts.total, counts.largest, counts.num_rows, is_alone, split)
+    shares = sharing(counts.total, counts.largest, counts.num_rows, batch, rules, split)
     tl.store(plan.total_ptr, counts.num_rows, mask=is_first)
     tl.store(plan.total_ptr + 1, shares.shared, mask=is_first)
     begun = line + (counts.tiles_before + shares.cost * counts.rows_before) * split.HEAD_LOOPS

@@ -135,16 +135,17 @@ def _aligned_tiles(total, num_groups):
 
 
 @triton.jit
-def sharing(total, largest, num_rows, is_alone, split):
+def sharing(total, largest, num_rows, batch, rules, split):
     """The :class:`builders.splitkv.device.groups.Shares` of a step.
 
     They follow from the tiles of all ``num_rows`` work items (argument ``total``), and from the
-    ``largest`` number of tiles of one work item. ``is_alone``: they are segment groups of one
-    request. ``split`` is a :class:`builders.splitkv.device.groups.Split`.
+    ``largest`` number of tiles of one work item. ``batch``, ``rules`` and ``split`` are structures
+    of :mod:`builders.splitkv.device.groups`.
 
     Group c owns the segments that start in ``[c * shared / sharers, (c + 1) * shared / sharers)``.
     """
     is_even = total == largest.to(tl.int64) * num_rows
+    is_alone = (batch.num_reqs == 1) & (rules.tile.SEGMENTS_PER_GROUP > 0)
     aligned, is_aligned = _aligned_tiles(total * split.HEAD_LOOPS, split.NUM_GROUPS)
     is_aligned = is_aligned & is_alone & (is_even == 0)
     cost = 0
