@@ -52,6 +52,8 @@ CONTROLS: Final = {"the arriving thread's": False, "another thread's": False, "a
 PREFIX: Final = "========= "
 UNKNOWN: Final = "unknown"
 """Commit of a run that was not told its commit."""
+EVERY: Final = ("*",)
+"""Patterns that every launch's name matches."""
 GRACE: Final = 150.0
 """Seconds for a process to begin, and for launches that have begun to end."""
 
@@ -376,7 +378,9 @@ JOBS: Final = {
 }
 
 
-def run_share(which: str, share: int, shares: int, seconds: float, pattern: str = "*") -> None:
+def run_share(
+    which: str, share: int, shares: int, seconds: float, patterns: Sequence[str] = EVERY
+) -> None:
     """Launches of a set in this process, until time is up; says which, and what failed.
 
     Args:
@@ -384,12 +388,16 @@ def run_share(which: str, share: int, shares: int, seconds: float, pattern: str 
         share: number of the process.
         shares: processes of the set.
         seconds: to begin launches in.
-        pattern: shell pattern of the launches' names.
+        patterns: shell patterns, one of which a launch's name has to match.
     """
     import random
 
     end = time.monotonic() + seconds
-    jobs = [(name, job) for name, job in JOBS[which]() if fnmatch.fnmatchcase(name, pattern)]
+    jobs = [
+        (name, job)
+        for name, job in JOBS[which]()
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    ]
     # Neighbouring launches are alike; a process that runs out of time should have run every kind.
     random.Random(share).shuffle(own := jobs[share::shares])
     for name, job in own:
@@ -475,7 +483,13 @@ class Running:
     """A share's process; what it says goes to files, for a full pipe would stop it."""
 
     def __init__(
-        self, tool: str, which: str, share: int, shares: int, seconds: float, pattern: str = "*"
+        self,
+        tool: str,
+        which: str,
+        share: int,
+        shares: int,
+        seconds: float,
+        patterns: Sequence[str] = EVERY,
     ) -> None:
         """
         Args:
@@ -484,7 +498,7 @@ class Running:
             share: number of the process.
             shares: processes of the set.
             seconds: to begin launches in.
-            pattern: shell pattern of the launches' names.
+            patterns: shell patterns, one of which a launch's name has to match.
         """
         self._folder = tempfile.TemporaryDirectory()
         options = ["--racecheck-report", "analysis"] if tool == "racecheck" else []
@@ -506,7 +520,8 @@ class Running:
             self._process = subprocess.Popen(
                 [
                     *("compute-sanitizer", "--tool", tool, *options, *own),
-                    *("--seconds", str(seconds), "--case", pattern),
+                    *("--seconds", str(seconds)),
+                    *(f"--case={pattern}" for pattern in patterns),
                 ],
                 cwd=ROOT,
                 env=environment,
@@ -542,7 +557,7 @@ def run(
     seconds: float,
     processes: int,
     sets: Sequence[str] = tuple(SETS),
-    pattern: str = "*",
+    patterns: Sequence[str] = EVERY,
 ) -> list[Outcome]:
     """Every set with every tool, as many processes at once as there may be for each tool."""
     outcomes, weights = [], sum(SETS[which] for which in sets)
@@ -552,7 +567,7 @@ def run(
             for which in sets:
                 shares = max(1, processes * SETS[which] // weights)
                 started[which] = [
-                    Running(tool, which, n, shares, seconds, pattern) for n in range(shares)
+                    Running(tool, which, n, shares, seconds, patterns) for n in range(shares)
                 ]
             if tool == "racecheck":
                 for n, name in enumerate(CONTROLS):
@@ -599,16 +614,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m tests.tools.sanitize", description=__doc__)
     parser.add_argument("--tool", action="append", choices=["memcheck", "racecheck"])
     parser.add_argument("--set", action="append", choices=SETS, help="of launches; default: all")
-    parser.add_argument("--case", default="*", help="shell pattern of names of launches")
+    parser.add_argument("--case", action="append", help="shell pattern of launches; default: all")
     parser.add_argument("--seconds", type=float, default=120.0, help="to begin launches in")
     parser.add_argument("--processes", type=int, default=12, help="of each tool")
     parser.add_argument("--commit", default=UNKNOWN, help="that is run; a copy may have no git")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--share", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
+    patterns = given.case or EVERY
     if given.share is not None:
         which, share, shares = given.share
-        run_share(which, int(share), int(shares), given.seconds, given.case)
+        run_share(which, int(share), int(shares), given.seconds, patterns)
         return 0
     if given.out is not None and given.commit == UNKNOWN:
         parser.error("a table says of which commit it is: --commit")
@@ -618,13 +634,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import triton
 
     tools, sets = given.tool or ["memcheck", "racecheck"], given.set or [*SETS]
-    outcomes = run(tools, given.seconds, given.processes, sets, given.case)
+    outcomes = run(tools, given.seconds, given.processes, sets, patterns)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     head = (
         f"{device}, commit {given.commit}; torch {torch.__version__}, triton {triton.__version__}."
     )
-    if given.case != "*":
-        head += f" Launches whose names match `{given.case}`."
+    if given.case:
+        head += f" Launches whose names match `{'`, `'.join(given.case)}`."
     text = render(outcomes, head)
     if given.out is not None:
         given.out.write_text(text)

@@ -211,13 +211,15 @@ def test_shares_are_all_launches_once(monkeypatch, capsys):
 
 
 def test_shares_are_of_launches_whose_names_match(monkeypatch, capsys):
-    jobs = [(f"{kind} {n}", lambda: None) for kind in ("bf16", "e4m3") for n in range(5)]
+    jobs = [(f"{kind} {n}", lambda: None) for kind in ("bf16", "e4m3", "fp16") for n in range(5)]
     monkeypatch.setitem(sanitize.JOBS, "plan", lambda: iter(jobs))
     for share in range(2):
-        arguments = ["--share", "plan", str(share), "2", "--seconds", "60", "--case", "e4m3*"]
-        assert sanitize.main(arguments) == 0
+        arguments = ["--share", "plan", str(share), "2", "--seconds", "60"]
+        assert sanitize.main([*arguments, "--case", "e4m3*", "--case", "fp16 3"]) == 0
     said = capsys.readouterr().out
-    assert said.count("DONE e4m3 ") == said.count("DONE ") == 5
+    assert said.count("DONE e4m3 ") == 5
+    assert said.count("DONE fp16 3") == 1
+    assert said.count("DONE ") == 6
 
 
 @pytest.fixture
