@@ -532,3 +532,16 @@ def test_backends_without_graphs_are_not_asked_for_them() -> None:
             lists = "padded" if backend.is_sparse() else None
             case = LatentCase(lists=lists, **latent_shape(backend)) if backend.is_mla() else Case()
             assert "capture" not in conform(backend, case).checked
+
+
+def test_one_step_runs_the_checks_of_its_forward() -> None:
+    case = LatentCase(BATCHES["ragged_decode"], num_heads=2)
+    backend = AttentionBackendEnum.TORCH_REF_MLA.get_class()
+    whole, one = run_case(backend, case), run_case(backend, case, one_step=True)
+    later = {"profile", "block_table", "same_bits", "capture"}
+    assert one.checked == whole.checked - later
+    assert whole.checked & later
+    assert {"cache", "output", "padding"} <= one.checked
+    wrong = corrupt_backend(backend, Fault.WRONG_KV_SCALE)
+    case = replace(case, cache_dtype=CacheDType.FP8)
+    assert run_case(wrong, case, one_step=True).findings

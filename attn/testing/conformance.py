@@ -51,7 +51,11 @@ from specs.engine import EngineConfig, Kernels, PrefillKernel
 
 
 def run_case(
-    backend: type[AttentionBackend], case: AnyCase, device: torch.device | str = "cpu"
+    backend: type[AttentionBackend],
+    case: AnyCase,
+    device: torch.device | str = "cpu",
+    *,
+    one_step: bool = False,
 ) -> CaseResult:
     """Put a backend through one case, and give what the checks found.
 
@@ -59,6 +63,8 @@ def run_case(
         backend: the backend on trial.
         case: one that the backend serves.
         device: where the backend's tensors lie.
+        one_step: run one forward only, so none of ``profile``, ``block_table``, ``same_bits`` and
+            ``capture``.
     """
     device = torch.device(device)
     trial: Trial
@@ -83,6 +89,8 @@ def run_case(
     trial.check_cache(result)
     trial.judge(results, record, result)
     trial.check_padding(results, result)
+    if one_step:
+        return result
     _check_profile(trial, result)
     _check_block_table(trial, builder, results, result)
     _check_same_bits(trial, record, results, result)
@@ -91,7 +99,11 @@ def run_case(
 
 
 def check_case(
-    backend: type[AttentionBackend], case: AnyCase, device: torch.device | str = "cpu"
+    backend: type[AttentionBackend],
+    case: AnyCase,
+    device: torch.device | str = "cpu",
+    *,
+    one_step: bool = False,
 ) -> CaseResult:
     """Put a backend through one case, and raise where a check found something.
 
@@ -99,11 +111,12 @@ def check_case(
         backend: the backend on trial.
         case: one that the backend serves.
         device: where the backend's tensors lie.
+        one_step: see :func:`run_case`.
 
     Raises:
         AssertionError: a check failed; the text has every finding.
     """
-    result = run_case(backend, case, device)
+    result = run_case(backend, case, device, one_step=one_step)
     lines = [f"{check}: {problem}" for check, found in result.findings.items() for problem in found]
     if lines:
         raise AssertionError("\n".join([f"{backend.get_name()} on {case}", *lines]))
