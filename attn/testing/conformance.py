@@ -63,7 +63,7 @@ def run_case(
         backend: the backend on trial.
         case: one that the backend serves.
         device: where the backend's tensors lie.
-        one_step: run one forward only, so none of ``profile``, ``block_table``, ``same_bits`` and
+        one_step: run one step only, so none of ``profile``, ``block_table``, ``same_bits`` and
             ``capture``.
     """
     device = torch.device(device)

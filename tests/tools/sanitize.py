@@ -13,8 +13,8 @@ arriving thread's. PTX orders them (a barrier orders its participants, and an ar
 is ordered before it). The controls here are the smallest such exchange, one that is read where the
 arriving thread has written, and a race that is none of these: it has to be found.
 
-In three sets memcheck sees every tensor by itself; of the others, which capture graphs, only
-torch's larger pieces of memory.
+Memcheck sees every tensor by itself, but for two sets, whose cases capture graphs: there it sees
+torch's larger pieces of memory only.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ SETS: Final = {
     "plan": 1, "kinds": 3, "index": 1, "decode": 3, "prefill": 5, "invariant": 2, "latent": 3
 }  # fmt: skip
 """Sets of launches, and their weights among the processes."""
-OWN_MEMORY: Final = ("plan", "kinds", "index")
-"""Sets whose tensors memcheck sees each by itself: torch does not cut them out of larger pieces.
-The others capture graphs, which such memory does not allow."""
+CAPTURING: Final = ("decode", "prefill")
+"""Sets that capture graphs. In the others memcheck sees each tensor by itself: torch does not cut
+them out of larger pieces of memory, which a capture does not allow."""
 CONTROLS: Final = {"the arriving thread's": False, "another thread's": False, "a race": True}
 """Controls, and whether racecheck has to find an unexplained race in each."""
 PREFIX: Final = "========= "
@@ -339,7 +339,7 @@ def _latents() -> Iterator[tuple[str, Callable[[], object]]]:
 
     def check(case: LatentCase, rounds_queries: bool) -> None:
         Trial.fp8_mla_queries = rounds_queries
-        # Racecheck takes minutes for one forward of these kernels.
+        # Racecheck takes long for each launch of these kernels.
         check_case(TritonMLABackend, case, "cuda", one_step=True)
 
     for case in (*tests.CASES, *tests.LONG_CASES, *tests.SHORT_CASES):
@@ -393,6 +393,8 @@ def run_share(
     """
     import random
 
+    import torch
+
     end = time.monotonic() + seconds
     jobs = [
         (name, job)
@@ -406,6 +408,9 @@ def run_share(
             break
         try:
             job()
+            if torch.cuda.is_available():
+                # The tools report a kernel when it ends, which a process may not live to see.
+                torch.cuda.synchronize()
         # A test that fails by pytest's own means raises no Exception.
         except BaseException as error:
             print(f"FAILED {name}: {type(error).__name__}: {error}", flush=True)
@@ -518,7 +523,7 @@ class Running:
             str(shares),
         ]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        if tool == "memcheck" and which in OWN_MEMORY:
+        if tool == "memcheck" and which not in CAPTURING:
             environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
         with self._path("said").open("w") as said:
             self._process = subprocess.Popen(

@@ -210,6 +210,19 @@ def test_shares_are_all_launches_once(monkeypatch, capsys):
     assert capsys.readouterr().out == "OF 4\n"
 
 
+def test_a_launch_is_done_when_the_gpu_has_ended_it(monkeypatch, capsys):
+    def fail():
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setitem(sanitize.JOBS, "plan", lambda: iter([("a", lambda: None)]))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.synchronize", fail)
+    sanitize.run_share("plan", 0, 1, 60)
+    assert capsys.readouterr().out == (
+        "FAILED a: RuntimeError: an illegal memory access was encountered\nOF 1\n"
+    )
+
+
 def test_shares_are_of_launches_whose_names_match(monkeypatch, capsys):
     jobs = [(f"{kind} {n}", lambda: None) for kind in ("bf16", "e4m3", "fp16") for n in range(5)]
     monkeypatch.setitem(sanitize.JOBS, "plan", lambda: iter(jobs))

@@ -54,7 +54,7 @@ def find_vllm(device: Device) -> Vllm:
         first, last = (".".join(map(str, one)) for one in (FIRST, LAST))
         problems.append(f"the plugin serves vLLM {first} to {last}, this is {version}")
     if not entry:
-        problems.append("the plugin's entry point is not installed: pip install attn-backends")
+        problems.append("the plugin's entry point is not installed: pip install . (in a checkout)")
     allowed = os.environ.get(PLUGINS_VARIABLE)
     if allowed is not None and "attn_backends" not in allowed.split(","):
         problems.append(f"{PLUGINS_VARIABLE}={allowed} leaves attn_backends out")
