@@ -1,4 +1,4 @@
-"""Arguments of the portable dense kernels that do not differ between launches of one variant."""
+"""Arguments of the dense kernels that do not differ between launches of one variant."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def absent_arguments(
 
 
 def strides(tensors: DenseTensors, k_words: torch.Tensor, v_words: torch.Tensor) -> dict[str, Any]:
-    """Strides and alignment of rows, in elements, and the block size: 0 for an encoder."""
-    query, output, lse, inline = tensors.query, tensors.output, tensors.lse, tensors.keys.key_scale
+    """Strides and alignment of rows read, in elements, and the block size: 0 for an encoder."""
+    query, inline = tensors.query, tensors.keys.key_scale
     paged = k_words.dim() == 4
     k_strides = k_words.stride()[:3] if paged else (0, *k_words.stride()[:2])
     v_strides = v_words.stride()[:3] if paged else (0, *v_words.stride()[:2])
@@ -86,13 +86,48 @@ def strides(tensors: DenseTensors, k_words: torch.Tensor, v_words: torch.Tensor)
     return arguments | {
         "query_token": query.stride(0),
         "query_head": query.stride(1),
-        "out_token": output.stride(0),
-        "out_head": output.stride(1),
-        "lse_token": 0 if lse is None else lse.stride(0),
         "BLOCK_SIZE": k_words.shape[1] if paged else 0,
         "SAME_ROWS": k_strides == v_strides,
         # In words: the largest power of two, at most 16, that divides every row's start.
         "ALIGN": math.gcd(16, *k_strides, *v_strides, *starts),
+    }
+
+
+def step_constants(
+    layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTensors
+) -> dict[str, Any]:
+    """The arguments that every dense kernel has: strides of results, scales, and the mask.
+
+    The window is the layer's own, which R-SWA replaces in :func:`shared_constants`.
+
+    Args:
+        layer: the layer's constants.
+        step: the builder's record.
+        tensors: the tensors of a forward, which fit layer and step.
+    """
+    output, lse = tensors.output, tensors.lse
+    window, chunk = layer.sliding_window, layer.attention_chunk_size
+    cap, causal = layer.logits_soft_cap, step.causal
+    return {
+        "out_token": output.stride(0),
+        "out_head": output.stride(1),
+        "lse_token": 0 if lse is None else lse.stride(0),
+        "scale_head": 1 if tensors.k_scale is not None and tensors.k_scale.numel() > 1 else 0,
+        "scale": layer.scale,
+        "soft_cap": 1.0 if cap is None else float(cap),
+        "window": window or 0,
+        "chunk": chunk or 1,
+        "lookback": layer.chunk_lookback,
+        "GROUP": layer.num_heads // layer.num_kv_heads,
+        "CAUSAL": 0 if not layer.causal or causal is False else 1 if causal is True else 2,
+        "WINDOW": window is not None,
+        "CHUNK": chunk is not None,
+        "RANGES": step.mm_ranges is not None,
+        "CLAMP": layer.clamps_ranges and window is not None,
+        "SOFT_CAP": cap is not None,
+        "SINKS": tensors.sinks is not None,
+        "FP8_OUT": tensors.output_scale is not None,
+        "LSE": lse is not None,
     }
 
 
@@ -115,25 +150,18 @@ def shared_constants(
         form: the result of :func:`attn.kernels.lang.stored.decode_form` for the device.
     """
     stripe = step.stripe or Stripe(1, 0, 1)
-    rswa = step.rswa_prefix_lens is not None and step.rswa_window is not None
-    window = step.rswa_window if rswa else layer.sliding_window
-    chunk, cap = layer.attention_chunk_size, layer.logits_soft_cap
-    causal = step.causal
+    is_rswa = step.rswa_prefix_lens is not None and step.rswa_window is not None
     k_width, k_used = stored.width(layer.head_size)
     v_width, v_used = stored.width(layer.head_size_v)
     compute, guard = compute_type(tensors.query.dtype, stored, tensors.keys.key.dtype)
     decode, hardware = form
-    return strides(tensors, *words) | {
-        "scale_head": 1 if tensors.k_scale is not None and tensors.k_scale.numel() > 1 else 0,
-        "scale": layer.scale,
-        "soft_cap": 1.0 if cap is None else float(cap),
-        "window": window or 0,
-        "chunk": chunk or 1,
-        "lookback": layer.chunk_lookback,
+    fixed = strides(tensors, *words) | step_constants(layer, step, tensors)
+    if is_rswa:
+        fixed |= {"window": step.rswa_window or 0, "WINDOW": False}
+    return fixed | {
         "dcp_size": stripe.size,
         "dcp_rank": stripe.rank,
         "dcp_interleave": stripe.interleave,
-        "GROUP": layer.num_heads // layer.num_kv_heads,
         "K_SIZE": layer.head_size,
         "V_SIZE": layer.head_size_v,
         "K_WIDTH": k_width,
@@ -147,22 +175,13 @@ def shared_constants(
         "COMPUTE": compute,
         "GUARD": guard,
         "PER_TENSOR": layer.cache_dtype.quant_mode is KVQuantMode.FP8_PER_TENSOR,
-        "CAUSAL": 0 if not layer.causal or causal is False else 1 if causal is True else 2,
-        "WINDOW": window is not None and not rswa,
-        "CHUNK": chunk is not None,
-        "RSWA": rswa,
-        "RANGES": step.mm_ranges is not None,
-        "CLAMP": layer.clamps_ranges and layer.sliding_window is not None,
+        "RSWA": is_rswa,
         "DCP": step.stripe is not None,
-        "SOFT_CAP": cap is not None,
         "ALIBI": 0 if tensors.alibi_slopes is None else 2 if layer.use_alibi_sqrt else 1,
-        "SINKS": tensors.sinks is not None,
-        "SIMPLE": cap is None
+        "SIMPLE": layer.logits_soft_cap is None
         and tensors.alibi_slopes is None
         and not stored.inline
         and layer.scale > 0,
-        "FP8_OUT": tensors.output_scale is not None,
-        "LSE": tensors.lse is not None,
         "HARDWARE_E4M3": hardware,
     }
 

@@ -217,7 +217,7 @@ def slots_of(work, lending_group, plan):
 
 
 @gluon.jit
-def _group_slots(work, lending_group, segment_group, segment_groups, slots, plan):
+def group_slots(work, lending_group, segment_group, segment_groups, slots, plan):
     """Say where the states of a query's segment groups go.
 
     The first group of programs that starts in the middle of their keys lends the slots. Where no
@@ -260,7 +260,7 @@ def arrive_and_fold(
     if not is_whole:
         # Only the last program to arrive needs this number, and then without delay.
         after_prefix = gl.load(plan.starts_ptr + 2 * lending_group + 1)
-    mine_too, owner, spans = _group_slots(
+    mine_too, owner, spans = group_slots(
         work, lending_group, segment_group, segment_groups, slots, plan
     )
     if work.begin == 0:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from attn.kernels.dense.checks import check_call, check_heads
-from attn.kernels.dense.constants import absent_arguments, split_constants
+from attn.kernels.dense.constants import absent_arguments, split_constants, step_constants
 from attn.kernels.dense.hopper_decode.kernel import hopper_decode_kernel
 from attn.kernels.dense.hopper_launch import HopperVariants, asked, is_planned
 from builders.dense.choice import decode_kernel_of
@@ -95,42 +95,22 @@ class HopperDecodeLauncher(HopperVariants[SplitPlan]):
         check_call(self._layer, step, tensors)
         if not serves(self._layer, plan, step, tensors):
             return None
-        layer, output, lse = self._layer, tensors.output, tensors.lse
+        layer = self._layer
         check_heads(layer, plan)
         width = power_of_two(layer.head_size)
         constants = split_constants(plan, width)
-        cap, chunk, causal = layer.logits_soft_cap, layer.attention_chunk_size, step.causal
         assert plan.hopper is not None
         programs = plan.tile.programs_per_sm
         # A consumer and a producer have four warps each: Triton starts warps by four.
         most = None if programs == 1 else registers_per_thread(8 * programs)
         fixed = {name: constants[name] for name in _PLANNED}
-        fixed |= {
+        fixed |= step_constants(layer, step, tensors) | {
             "query_token": tensors.query.stride(0),
             "query_head": tensors.query.stride(1),
-            "out_token": output.stride(0),
-            "out_head": output.stride(1),
-            "lse_token": 0 if lse is None else lse.stride(0),
-            "scale": layer.scale,
-            "soft_cap": 1.0 if cap is None else float(cap),
-            "window": layer.sliding_window or 0,
-            "chunk": chunk or 1,
-            "lookback": layer.chunk_lookback,
-            "GROUP": layer.num_heads // layer.num_kv_heads,
             "SIZE": layer.head_size,
             "WIDTH": width,
             "BLOCK_SIZE": tensors.keys.key.shape[1],
             "RUN": plan.hopper.run,
-            "CAUSAL": 0 if not layer.causal or causal is False else 1 if causal is True else 2,
-            "WINDOW": layer.sliding_window is not None,
-            "CHUNK": chunk is not None,
-            "RANGES": step.mm_ranges is not None,
-            "CLAMP": layer.clamps_ranges and layer.sliding_window is not None,
-            "SOFT_CAP": cap is not None,
-            "SINKS": tensors.sinks is not None,
-            "FP8_OUT": tensors.output_scale is not None,
-            "LSE": lse is not None,
-            "scale_head": 1 if tensors.k_scale is not None and tensors.k_scale.numel() > 1 else 0,
             "E4M3": layer.cache_dtype.is_quantized,
             "STAGES": plan.hopper.num_stages,
             "CONSUMERS": plan.hopper.consumers,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attn.kernels.dense.checks import check_call
-from attn.kernels.dense.constants import absent_arguments
+from attn.kernels.dense.constants import absent_arguments, step_constants
 from attn.kernels.dense.hopper_launch import COLUMNS, Descriptors, HopperVariants, asked
 from attn.kernels.dense.hopper_prefill.kernel import hopper_prefill_kernel
 from attn.kernels.lang.memory import alignment
@@ -161,23 +161,12 @@ class HopperLauncher(HopperVariants[HopperPlan]):
         tile = tile_of(self._layer, plan, step, tensors, self._kind == DEQUANTISED)
         if tile is None:
             return None
-        layer, output, lse, cuts = self._layer, tensors.output, tensors.lse, plan.segmented
-        cap, chunk, causal = layer.logits_soft_cap, layer.attention_chunk_size, step.causal
+        layer, cuts = self._layer, plan.segmented
         key, value, of_values = tensors.keys.key, tensors.keys.value, tensors.keys.value.dtype
         if self._is_quantised:
             of_values = dequantised_value_type(layer.cache_dtype, tensors.query.dtype)
-        fixed: dict[str, Any] = {
-            "out_token": output.stride(0),
-            "out_head": output.stride(1),
-            "lse_token": 0 if lse is None else lse.stride(0),
-            "scale": layer.scale,
-            "soft_cap": 1.0 if cap is None else float(cap),
-            "window": layer.sliding_window or 0,
-            "chunk": chunk or 1,
-            "lookback": layer.chunk_lookback,
-            "scale_head": 1 if tensors.k_scale is not None and tensors.k_scale.numel() > 1 else 0,
+        fixed = step_constants(layer, step, tensors) | {
             "HEADS": layer.num_heads // tile.packed,
-            "GROUP": layer.num_heads // layer.num_kv_heads,
             "PACKED": tile.packed,
             "WARP_GROUPS": tile.warp_groups,
             "KV_TILE": tile.kv_tile,
@@ -192,15 +181,6 @@ class HopperLauncher(HopperVariants[HopperPlan]):
             "FP16_VALUES": of_values == torch.float16,
             "REGISTERS": tile.registers,
             "HELD": cuts is None and _is_held(tile),
-            "CAUSAL": 0 if not layer.causal or causal is False else 1 if causal is True else 2,
-            "WINDOW": layer.sliding_window is not None,
-            "CHUNK": chunk is not None,
-            "RANGES": step.mm_ranges is not None,
-            "CLAMP": layer.clamps_ranges and layer.sliding_window is not None,
-            "SOFT_CAP": cap is not None,
-            "SINKS": tensors.sinks is not None,
-            "FP8_OUT": tensors.output_scale is not None,
-            "LSE": lse is not None,
             "SEGMENT_UNIT": 0 if cuts is None else cuts.segment_unit,
             "SEGMENTS_PER_GROUP": 0 if cuts is None else cuts.segment_group,
             "SUMS": 0 if cuts is None else cuts.sums_apart,

@@ -24,13 +24,11 @@ from triton.experimental.gluon import language as gl
 
 from attn.kernels.dense.hopper_decode.finish import (
     fold_states,
-    lending_group_of,
-    place_of,
+    group_slots,
     slots_of,
     store_state,
     write_state,
 )
-from attn.kernels.dense.hopper_decode.parts import FIELDS
 from attn.kernels.lang.compat import thread_barrier
 from attn.kernels.lang.opaque import opaque_zero
 from attn.kernels.lang.structures import Cells, State
@@ -274,31 +272,6 @@ def fold_if_last(work, state, lending_group, plan, tile):
 
 
 @gluon.jit
-def _group_slots(work, lending_group, segment_group, segment_groups, slots, plan):
-    """Say where the states of a query's segment groups go.
-
-    The first group of programs that starts in the middle of their keys lends the slots. Where no
-    group starts there, one program has all segment groups and uses its own slots.
-
-    Returns:
-        The first slot, the owning group, and whether more than one group of programs arrives.
-    """
-    loop = work.number % plan.HEAD_LOOPS
-    spans = segment_groups > 1
-    mine_too = slots
-    owner = lending_group
-    if segment_groups > 1:
-        which = work.number // plan.HEAD_LOOPS - segment_group
-        owner = lending_group_of(place_of(plan.rows_ptr + which * FIELDS, loop, 0), plan)
-        place = place_of(plan.rows_ptr + (which + segment_groups - 1) * FIELDS, loop, 1) - 1
-        spans = lending_group_of(place, plan) > owner
-        lends = gl.where(spans, owner, owner - 1)
-        mine_too = (lends * plan.HEADS + work.lane) * plan.AREA + plan.SLOTS
-        mine_too += (gl.where(spans, 0, plan.HEAD_LOOPS) + loop) * plan.SEGMENT_GROUPS
-    return mine_too, owner, spans
-
-
-@gluon.jit
 def _fold_piece(piece, slot, count, work, head, plan, out, tile):
     """Fold a piece of the columns of ``count`` states in neighbouring slots, and write it."""
     # With a constant zero Triton 3.9 spills the thread's number, and others.
@@ -380,7 +353,7 @@ def arrive_and_fold(work, head, state, lending_group, is_end, plan, out, tile):
     loop = work.number % plan.HEAD_LOOPS
     is_whole = (work.begin == 0) & (work.end == parts)
     slots = slots_of(work, lending_group, plan)
-    mine_too, owner, spans = _group_slots(
+    mine_too, owner, spans = group_slots(
         work, lending_group, segment_group, segment_groups, slots, plan
     )
     slot = gl.where(is_whole, mine_too + segment_group, slots + slot_of_last(work))
