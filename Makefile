@@ -23,8 +23,9 @@ run: $(INSTALLED)
 test: lint
 	$(BIN)/pytest -q -n auto --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-# Every kernel variant for five GPUs by four versions of Triton; writes the committed tables, and
-# the record by which `make test` compiles only what has changed since.
+# The variants of tests/compile/variants.py by four versions of Triton: portable dense and latent
+# kernels for five GPUs, Hopper's and batch-invariant ones for Hopper. Writes the committed tables,
+# and the record by which `make test` compiles only what has changed since.
 test-compile: $(INSTALLED)
 	$(BIN)/python -m tests.compile.compile_matrix
 	$(BIN)/python -m tests.compile.record --anew

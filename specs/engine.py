@@ -181,7 +181,8 @@ class EngineConfig(Spec):
     """Query heads that a rank attends with: under DCP those of all ranks that share keys. None when
     the builder does not need them."""
     cudagraph_capture_sizes: tuple[PositiveInt, ...] = ()
-    """Batch sizes, in tokens, that are captured; empty means eager."""
+    """Batch sizes, in tokens, that the engine captures. This library's builders serve any size and
+    do not read it; builders of other packages may."""
     parallel: ParallelConfig = ParallelConfig()
     """How the model is spread over devices."""
     speculative: SpeculativeConfig | None = None
@@ -209,8 +210,8 @@ class EngineConfig(Spec):
     head, in a step in which none of their requests has more tokens than ``index_topk``. Their lists
     are not read. A batch-invariant engine ignores this."""
     skip_prefill: StrictBool = False
-    """The layers are a draft model's that only decodes: builders make no room for prefill, and
-    refuse it."""
+    """The layers are a draft model's that only decodes: TRTLLM_MLA's builder makes no room for
+    prefill, and refuses it. Other builders ignore this."""
     fp8_mla_prefill: StrictBool = False
     """Prefill over an fp8 latent cache rounds queries, keys and values to e4m3 as well, which
     TRTLLM_MLA's kernels multiply faster. It costs accuracy and is therefore off by default."""

@@ -2,8 +2,8 @@
 
 Logical shapes are fixed (``N`` blocks, ``P`` tokens per block, ``Hk`` KV heads):
 
-- packed  ``[N, Hk, P, K width + V width]`` (vLLM 0.26 and later),
-- split   ``[N, 2, P, Hk, width]`` (earlier vLLM; ours by default),
+- packed  ``[N, Hk, P, K width + V width]`` (vLLM 0.26 and later; a dense spec's default),
+- split   ``[N, 2, P, Hk, width]`` (earlier vLLM; what backends prefer),
 - latent  ``[N, P, row]``.
 
 NHD and HND differ in strides alone. A width counts elements of the cache tensor and includes inline

@@ -79,7 +79,7 @@ class SparseKernel(StrEnum):
     """Kernels of sparse latent attention, chosen for each phase."""
 
     TRITON_SPARSE = "triton_sparse"
-    """The library's own kernel: every GPU, any number of heads, every row format unconverted."""
+    """The library's own kernel: every GPU, up to 128 heads, every row format unconverted."""
     FLASHMLA_SPARSE = "flashmla_sparse"
     """FlashMLA's prefill kernel over bf16 rows."""
     FLASHMLA_KV = "flashmla_kv"

@@ -13,7 +13,10 @@ from specs.dtypes import CacheDType, DType
 
 
 class TorchRefBackend(AttentionBackend):
-    """Every dense feature of the library, at reference speed; no CUDA graphs."""
+    """Every dense feature of the library but decode context parallelism, at reference speed.
+
+    It has no CUDA graphs.
+    """
 
     capabilities: ClassVar[BackendCapabilities] = BackendCapabilities(
         dtypes=(DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64),

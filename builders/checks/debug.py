@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Final
 
 import torch
 
@@ -13,10 +14,14 @@ from builders.pages.paging import check_block_table
 from specs.attention import AttentionType
 from specs.kv_cache import AnyKVCacheSpec, CrossAttentionSpec, EncoderOnlyAttentionSpec
 
+VARIABLE: Final = "ATTN_DEBUG"
+"""Anything but 0: block tables, slots and lengths are checked on every call, which then waits for
+the GPU."""
+
 
 def debug_enabled() -> bool:
-    """True where ``ATTN_DEBUG`` is set to anything but 0; no other function reads it."""
-    return os.environ.get("ATTN_DEBUG", "0") not in ("", "0")
+    """Whether the environment asks for full checks; no other function reads :data:`VARIABLE`."""
+    return os.environ.get(VARIABLE, "0") not in ("", "0")
 
 
 def debug_batch(

@@ -131,7 +131,7 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
             if plan.kernel is not SparseKernel.TRITON_SPARSE:
                 names[plan.kernel.value] = None
         kernels = {phase: "/".join(names) for phase, names in sorted(found.items())}
-        # Prefills whose lists would be full attend every key instead.
+        # Prefills whose lists would hold every key attend all keys instead.
         return kernels if self.expanded is None else kernels | {"short": self.expanded.kernel}
 
     def _own_launches(self, plans: Sequence[PhasePlan]) -> SparseLaunches:

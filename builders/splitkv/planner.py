@@ -103,7 +103,7 @@ class PlannerOptions:
     split: SplitTile | None = None
     """Tile of the portable split-KV kernel where it is not the default's (batch invariance)."""
     latent: SplitTile | None = None
-    """Tile of the latent decode kernel that the plan is for; None for a dense kernel."""
+    """Tile of the portable latent decode kernel where the plan is for that; None for all others."""
 
 
 NO_OPTIONS = PlannerOptions()

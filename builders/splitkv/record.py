@@ -163,8 +163,8 @@ class SplitPlan:
     slots: int
     """State slots for segments, per program."""
     segment_groups: int
-    """Most segment groups of a request's keys. Where there are several, a program has twice as many
-    more state slots for each head loop."""
+    """Most segment groups of a request's keys. Where there are several, a program has more state
+    slots, see :func:`area_of` and :func:`latent_states`."""
     short_query: int
     """Longest query, in tokens, of a request that has work items."""
     hopper: HopperDecodeTile | None = None
@@ -261,8 +261,7 @@ class SegmentedKeys:
     those over segments of one group if the kernel's tile ``stores_totals``; empty where nothing
     needs it."""
     sums: torch.Tensor
-    """fp32 scratch: two numbers for each query row of a state, its maximum and its sum. A part has
-    one, its LSE in units of log 2."""
+    """fp32 scratch: two numbers for each query row of a state, its maximum and its sum."""
 
     @property
     def static(self) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from attn.bench.command import USER_ERRORS, Parser, check_writable, usage_error
-from attn.bench.engine.compare_worker import Answer, Job, Request, compiled_parts
+from attn.bench.engine.compare_worker import ANSWERS, Answer, Job, Request, compiled_parts
 from attn.bench.engine.engine import EngineEnvironment, Log, Speed
 from attn.bench.engine.parts import PartName
 from attn.bench.engine.rows import (
@@ -130,7 +130,7 @@ class Engine:
         with running_on(cores), self.log_path.open("w", encoding="utf-8") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "attn.bench.engine.compare_worker", str(folder)],
-                env={**environment, "ATTN_ANSWERS": str(writing)},
+                env={**environment, ANSWERS: str(writing)},
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,

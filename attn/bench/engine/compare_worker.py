@@ -15,7 +15,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, Final
 
 import torch
 from pydantic import StrictBool
@@ -34,6 +34,10 @@ from attn.bench.engine.shapes import BLOCK_SIZE, MAX_MODEL_LEN, Contender, Engin
 from attn.bench.engine.vllm_worker import draw_weights, make_prompts
 from attn.bench.settings import KernelBench, environment_of
 from specs.base import Spec, parse_spec
+
+ANSWERS: Final = "ATTN_ANSWERS"
+"""Number of the pipe's descriptor on which an engine's process answers the benchmark that started
+it."""
 
 
 class Job(Spec):
@@ -180,9 +184,9 @@ def profiled(llm: Any, model: EngineModel, load: Load, seed: int) -> tuple[Kerne
 def serve(model: EngineModel, contender: Contender, folder: Path, commit: str | None) -> None:
     """Start an engine, then answer each line of the standard input on a pipe.
 
-    The environment variable ``ATTN_ANSWERS`` has the number of the pipe's descriptor.
+    :data:`ANSWERS` names the variable of the environment that has the pipe's descriptor.
     """
-    with os.fdopen(int(os.environ["ATTN_ANSWERS"]), "w", encoding="utf-8") as answers:
+    with os.fdopen(int(os.environ[ANSWERS]), "w", encoding="utf-8") as answers:
 
         def answer(**fields: Any) -> None:
             answers.write(Answer(**fields).model_dump_json() + "\n")
