@@ -193,7 +193,9 @@ class BackendCapabilities(Spec):
     batch_invariance: StrictBool = False
     row_bits: StrictBool = False
     """A request's output has the same bits alone as in a batch, except in rows for which the step's
-    record says that their split depends on the batch. Without this flag every row's split may."""
+    record says that their split depends on the batch. A backend with ``batch_invariance`` promises
+    this to engines that ask for batch invariance, and may promise less to others. Without this flag
+    every row's split may depend on the batch."""
     clears_tails: StrictBool = False
     """``forward`` may zero the slots behind a request's last key, in the page of that key: the
     kernel multiplies their content by a weight of zero, which gives NaN where they hold NaN."""

@@ -83,8 +83,8 @@ class DecodeKernel(StrEnum):
 
     AUTO = "auto"
     """The Hopper kernel for every group of layers that it serves and where it measured faster, else
-    the portable kernel. Dense layers of head sizes 72 to 256 use it, except those of 104 to 120
-    over 16 bits, and those behind a window or in a chunk where a tile has 17 to 32 query rows.
+    the portable kernel. Dense layers of head sizes 72 to 256 use it, except layers of 104 to 120
+    over 16 bits, and layers behind a window or in a chunk where a tile has 17 to 32 query rows.
     Dense layers of head size 64 use it without window and chunk where a tile has more than 32 query
     rows. With batch invariance dense layers use it where a tile has up to 16 query rows, and at
     head sizes 72 to 128 over 16 bits up to 64. Latent layers use it; with batch invariance only

@@ -3,7 +3,7 @@
 Logical shapes are fixed (``N`` blocks, ``P`` tokens per block, ``Hk`` KV heads):
 
 - packed  ``[N, Hk, P, K width + V width]`` (vLLM 0.26 and later; a dense spec's default),
-- split   ``[N, 2, P, Hk, width]`` (earlier vLLM; what backends prefer),
+- split   ``[N, 2, P, Hk, width]`` (earlier vLLM; preferred by backends),
 - latent  ``[N, P, row]``.
 
 NHD and HND differ in strides alone. A width counts elements of the cache tensor and includes inline

@@ -17,10 +17,12 @@ class TritonMLABackend(AttentionBackend):
     """Absorbed decode with split KV, chunked expanded prefill, CUDA graphs of decodes.
 
     A decode or verify row has the same bits whatever else is in its batch: its keys are split by
-    position alone, and the states of the pieces are folded in their order. The rows of a prompt
-    depend on its chunking, so that the backend does not declare batch invariance. With the engine's
-    ``batch_invariant`` set they depend on nothing else: cached context is then attended in chunks
-    of one size, whatever the number of requests.
+    position alone, and the states of the pieces are folded in their order. The Hopper kernel for
+    tiles of 64 rows is the exception, and the step's record says where it serves.
+
+    The rows of a prompt depend on its chunking, so the backend does not declare batch invariance.
+    With the engine's ``batch_invariant`` set they depend on nothing else: cached context is then
+    attended in chunks of one size, whatever the number of requests.
     """
 
     capabilities: ClassVar[BackendCapabilities] = BackendCapabilities(

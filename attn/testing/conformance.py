@@ -63,8 +63,8 @@ def run_case(
         backend: the backend on trial.
         case: one that the backend serves.
         device: where the backend's tensors lie.
-        one_step: run one step only, so none of ``profile``, ``block_table``, ``same_bits`` and
-            ``capture``.
+        one_step: end behind the first step, so that ``profile``, ``block_table``, ``same_bits`` and
+            ``capture`` are not checked.
     """
     device = torch.device(device)
     trial: Trial

@@ -71,7 +71,10 @@ def absent_arguments(
 
 
 def strides(tensors: DenseTensors, k_words: torch.Tensor, v_words: torch.Tensor) -> dict[str, Any]:
-    """Strides and alignment of rows read, in elements, and the block size: 0 for an encoder."""
+    """Strides of queries and of stored rows, in elements, their alignment, and the block size.
+
+    The block size is 0 for an encoder, which has no blocks.
+    """
     query, inline = tensors.query, tensors.keys.key_scale
     paged = k_words.dim() == 4
     k_strides = k_words.stride()[:3] if paged else (0, *k_words.stride()[:2])
