@@ -24,16 +24,18 @@ BINARY: Final = (
 )
 TURNED: Final = tuple(f"__r{name[2:]}" for name in BINARY[:11])
 EXTREMES: Final = ("maximum", "minimum")
-KINDS: Final = ("int1", "int8", "int32", "int64", "uint32", "fp16", "fp32", "bf16")
+KINDS: Final = ("int1", "int8", "int16", "int32", "int64", "uint32", "fp16", "fp32", "bf16")
 SHAPES: Final = (None, (1,), (4,), (1, 4), (2, 4), (2, 1))
 """Shapes of blocks; None is a number."""
 PAIRED: Final = (None, (1,), (4,), (2, 1))
 NUMBERS: Final = (
-    *(0, 1, 3, -2, 31, 2**24 + 1, 2**31 - 1, 2**31, -(2**31), 2**40, True),
+    *(0, 1, 3, -2, 31, 2**24 + 1, 2**31 - 1, 2**31, -(2**31), 2**40, True, False),
+    *(2**15 - 1, 2**15, -(2**15) - 1),
     *(0.0, -0.0, 0.5, -7.25, 1e-40, 1e300, float("inf"), float("nan")),
 )
 OWN: Final = {name: getattr(tl.tensor, name) for name in (*BINARY, *TURNED, "__getitem__", "to")}
 OWN.update((name, getattr(tl, name)) for name in (*EXTREMES, "where", "load", "store", "arange"))
+OWN.update((name, getattr(tl, name)) for name in ("exp2", "log2", "fma", "full"))
 CHECKS: Final[list[Callable[[], None]]] = []
 
 
@@ -142,7 +144,8 @@ def test_operators_of_a_tensor_and_a_number(name: str) -> None:
 
     def check() -> None:
         for kind, shape, number in product(KINDS, (None, (1,), (2, 4)), NUMBERS):
-            if "shift" in name and not (type(number) is int and 0 <= number < 32):
+            width = min(tl.core.dtype(kind).primitive_bitwidth, 32)
+            if "shift" in name and not (type(number) is int and 0 <= number < width):
                 continue
             x = tensor_of(kind, shape)
             if "shift" in name:
@@ -243,6 +246,48 @@ def test_new_axes_and_ranges() -> None:
         for start, end in ((0, 1), (0, 8), (4, 8), (0, 3), (2, 2)):
             ranges.agree(start, end)
             ranges.agree(start, tl.constexpr(end))
+
+    inside(check)
+
+
+@pytest.mark.parametrize("name", ["exp2", "log2"])
+def test_functions_of_one_number(name: str) -> None:
+    both = Both(name, tl)
+
+    def check() -> None:
+        for kind, shape in product(KINDS, SHAPES):
+            both.agree(tensor_of(kind, shape))
+
+    inside(check)
+    assert both.passed_on == (len(KINDS) - 1) * len(SHAPES)
+
+
+def test_products_with_a_sum() -> None:
+    both = Both("fma", tl)
+
+    def check() -> None:
+        for first, second, third in product(SHAPES, SHAPES, SHAPES):
+            x, y = tensor_of("fp32", first), tensor_of("fp32", second, 2)
+            for kind in ("fp32", "int32", "fp16"):
+                both.agree(x, y, tensor_of(kind, third, 3))
+        for shape, number in product(SHAPES, NUMBERS):
+            x, y = tensor_of("fp32", shape), tensor_of("fp32", shape, 2)
+            for given in ((x, y, number), (x, number, y), (number, x, tl.constexpr(number))):
+                both.agree(*given)
+
+    inside(check)
+
+
+def test_blocks_of_one_number() -> None:
+    both = Both("full", tl)
+
+    def check() -> None:
+        for shape, number, kind in product(SHAPES, NUMBERS, KINDS):
+            sizes = [] if shape is None else [*shape]
+            both.agree(sizes, number, tl.core.dtype(kind))
+            both.agree([tl.constexpr(n) for n in sizes], number, tl.constexpr(tl.core.dtype(kind)))
+        both.agree([3], 1, tl.int32)
+        both.agree([4], tensor_of("int32", None), tl.int32)
 
     inside(check)
 

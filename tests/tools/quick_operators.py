@@ -30,6 +30,8 @@ _STORED: Final = {
 }
 """Types whose bits are kept as integers."""
 _INTEGERS: Final = ("int32", "int64")
+_SIGNED: Final = ("int16", *_INTEGERS)
+_LIMITS: Final = {"int16": 2**15, "int32": 2**31}
 _LEAST_FLOAT: Final = 2.0**-126
 _MOST_FLOAT: Final = (2 - 2.0**-23) * 2.0**127
 _ONE: Final = (1,)
@@ -50,6 +52,7 @@ _SUMS: Final = {
 _BITS: Final = {"__and__": np.bitwise_and, "__or__": np.bitwise_or, "__xor__": np.bitwise_xor}
 _SHIFTS: Final = {"__lshift__": np.left_shift, "__rshift__": np.right_shift}
 _EXTREMES: Final = {"maximum": np.maximum, "minimum": np.minimum}
+_OF_ONE: Final = {"exp2": np.exp2, "log2": np.log2}
 
 _NUMBERS: Final = tuple(name for name in _PLAIN if name not in ("int1", "fp16", "fp64"))
 _CONVERTED: Final = {
@@ -64,10 +67,12 @@ Rule = tuple[Callable[[Any, Any], Any], Any, Any, Any]
 
 def is_exact(number: Any, kind: str) -> bool:
     """Whether a number of Python is the same value as a type of Triton."""
+    if type(number) is bool:
+        return kind == "int1"
     if type(number) is int:
         if kind == "fp32":
             return -(2**24) <= number <= 2**24
-        limit = 2**31 if kind == "int32" else 2**63
+        limit = _LIMITS.get(kind, 2**63)
         return -limit <= number < limit
     size = abs(number)
     return kind == "fp32" and (
@@ -146,10 +151,10 @@ class QuickOperators:
                 self._address(rules)
         elif name in _BITS:
             self._of_integers(rules, lambda _: _BITS[name])
-            same = _PLAIN["int1"]
-            rules["int1", "int1"] = (_BITS[name], same, same, self.kinds["int1"])
+            self._same(rules, "int16", _BITS[name])
+            self._of_truths(rules, _BITS[name])
         elif name in _SHIFTS:
-            for kind in _INTEGERS:
+            for kind in _SIGNED:
                 self._same(rules, kind, _SHIFTS[name])
         elif name == "__floordiv__":
             self._of_integers(rules, lambda _: _quotient)
@@ -172,6 +177,13 @@ class QuickOperators:
             number = float if kind == "fp32" else int
             rules[kind, number] = (compute, same, None, result)
             rules[number, kind] = (compute, None, same, result)
+
+    def _of_truths(self, rules: dict[Any, Rule], compute: Any) -> None:
+        same, result = _PLAIN["int1"], self.kinds["int1"]
+        rules["int1", "int1"] = (compute, same, same, result)
+        # An integer would make integers of the truths.
+        rules["int1", bool] = (lambda x, y: compute(x, bool(y)), same, None, result)
+        rules[bool, "int1"] = (lambda x, y: compute(bool(x), y), None, same, result)
 
     def _mixed(
         self, rules: dict[Any, Rule], kinds: tuple[str, str], compute: Any, to: str = ""
@@ -332,6 +344,56 @@ class QuickOperators:
             data = x.handle.data
             return data if x.dtype.name == kind.name and data.dtype is of else None
         return self.filled(_ONE, x or 0, of) if _is_known(x, kind.name) else None
+
+    def of_one(self, name: str, slow: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of numbers of fp32."""
+        tensor, compute = self.tensor, _OF_ONE[name]
+        kind, of = self.kinds["fp32"], _PLAIN["fp32"]
+
+        def call(x: Any) -> Any:
+            if type(x) is tensor and x.dtype.name == "fp32" and x.handle.data.dtype is of:
+                return self.value(compute(x.handle.data), kind, x.type is x.dtype)
+            return slow(x)
+
+        return call
+
+    def fma(self, slow: Callable[..., Any]) -> Callable[..., Any]:
+        tensor, constexpr = self.tensor, self.constexpr
+        kind, of = self.kinds["fp32"], _PLAIN["fp32"]
+
+        def fma(x: Any, y: Any, z: Any) -> Any:
+            values = [v.value if type(v) is constexpr else v for v in (x, y, z)]
+            # Of integers Triton makes tensors of another type.
+            if any(type(v) is tensor for v in values) and int not in map(type, values):
+                first, second, third = (self._array(v, kind, of) for v in values)
+                if first is not None and second is not None and third is not None:
+                    is_number = all(v.type is v.dtype for v in values if type(v) is tensor)
+                    return self.value(first * second + third, kind, is_number)
+            return slow(x, y, z)
+
+        return fma
+
+    def full(self, slow: Callable[..., Any]) -> Callable[..., Any]:
+        """Blocks of one number, which nobody may write to; the first is Triton's own."""
+        blocks: dict[tuple[tuple[int, ...], Any, str], Any] = {}
+
+        def full(shape: Any, number: Any, dtype: Any) -> Any:
+            sizes = tuple(self._plain(n) for n in shape)
+            number, kind = self._plain(number), self._plain(dtype)
+            is_plain = type(number) in (int, float) and number == number
+            if not sizes or not is_plain or getattr(kind, "name", "") not in _PLAIN:
+                return slow(shape, number, dtype)
+            key = (sizes, number, kind.name)
+            data = blocks.get(key)
+            if data is None:
+                data = blocks[key] = slow(shape, number, dtype).handle.data
+                data.flags.writeable = False
+            return self.value(data, kind, False)
+
+        return full
+
+    def _plain(self, x: Any) -> Any:
+        return x.value if type(x) is self.constexpr else x
 
     def _is_kept(self, x: Any, kind: Any) -> bool:
         """Whether something is a number of Python that memory of a type keeps as it is."""
@@ -504,7 +566,11 @@ class QuickOperators:
             return slow
         if name in _EXTREMES:
             return self.operator(name, slow)
+        if name in _OF_ONE:
+            return self.of_one(name, slow)
         make = {
+            "full": self.full,
+            "fma": self.fma,
             "where": self.where,
             "load": self.load,
             "store": self.store,
