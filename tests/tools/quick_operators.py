@@ -9,6 +9,7 @@ and computes at once; whatever no rule knows goes to Triton's own operator.
 from __future__ import annotations
 
 import builtins
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any, Final
@@ -74,10 +75,18 @@ def is_exact(number: Any, kind: str) -> bool:
             return -(2**24) <= number <= 2**24
         limit = _LIMITS.get(kind, 2**63)
         return -limit <= number < limit
+    if kind == "fp16":
+        return _is_half(number)
     size = abs(number)
     return kind == "fp32" and (
         _LEAST_FLOAT <= size <= _MOST_FLOAT or size == 0 or size == float("inf") or size != size
     )
+
+
+@functools.cache
+def _is_half(number: float) -> bool:
+    with np.errstate(over="ignore"):
+        return bool(np.float16(number) == number)
 
 
 def _is_known(x: Any, kind: str) -> bool:
@@ -210,6 +219,9 @@ class QuickOperators:
         checked = self._checked(compute, of_numbers)
         self._of_integers(rules, lambda kind: checked if kind == "int32" else compute)
         self._of_floats(rules, compute)
+        half, result = _PLAIN["fp16"], self.kinds["fp16"]
+        rules["fp16", float] = (compute, half, None, result)
+        rules[float, "fp16"] = (compute, None, half, result)
         for kind in _INTEGERS:
             self._mixed(rules, (kind, "fp32"), compute)
 
