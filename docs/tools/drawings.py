@@ -163,7 +163,7 @@ def split_kv() -> Figure:
 
 
 def cuts_by_position() -> Figure:
-    """The same request in two batches: cuts by the batch move, cuts by position do not."""
+    """One request in two batches: cuts by the batch move, cuts by position do not."""
     figure, axes = _canvas(720, 330)
     scale, left = 500 / 2048, 170
 

@@ -288,6 +288,10 @@ def test_blocks_of_one_number() -> None:
             both.agree([tl.constexpr(n) for n in sizes], number, tl.constexpr(tl.core.dtype(kind)))
         both.agree([3], 1, tl.int32)
         both.agree([4], tensor_of("int32", None), tl.int32)
+        before = both.passed_on
+        for number, kind in ((0, tl.int32), (-1, tl.int64), (0.5, tl.float32)):
+            both.agree([2, 4], number, kind)
+        assert both.passed_on == before
 
     inside(check)
 

@@ -53,7 +53,7 @@ _SUMS: Final = {
 _BITS: Final = {"__and__": np.bitwise_and, "__or__": np.bitwise_or, "__xor__": np.bitwise_xor}
 _SHIFTS: Final = {"__lshift__": np.left_shift, "__rshift__": np.right_shift}
 _EXTREMES: Final = {"maximum": np.maximum, "minimum": np.minimum}
-_OF_ONE: Final = {"exp2": np.exp2, "log2": np.log2}
+_FUNCTIONS: Final = {"exp2": np.exp2, "log2": np.log2}
 
 _NUMBERS: Final = tuple(name for name in _PLAIN if name not in ("int1", "fp16", "fp64"))
 _CONVERTED: Final = {
@@ -357,9 +357,9 @@ class QuickOperators:
             return data if x.dtype.name == kind.name and data.dtype is of else None
         return self.filled(_ONE, x or 0, of) if _is_known(x, kind.name) else None
 
-    def of_one(self, name: str, slow: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of numbers of fp32."""
-        tensor, compute = self.tensor, _OF_ONE[name]
+    def function(self, name: str, slow: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of one operand of fp32, such as ``exp2``."""
+        tensor, compute = self.tensor, _FUNCTIONS[name]
         kind, of = self.kinds["fp32"], _PLAIN["fp32"]
 
         def call(x: Any) -> Any:
@@ -375,7 +375,7 @@ class QuickOperators:
 
         def fma(x: Any, y: Any, z: Any) -> Any:
             values = [v.value if type(v) is constexpr else v for v in (x, y, z)]
-            # Of integers Triton makes tensors of another type.
+            # Triton makes integers tensors of an integer type, and converts those.
             if any(type(v) is tensor for v in values) and int not in map(type, values):
                 first, second, third = (self._array(v, kind, of) for v in values)
                 if first is not None and second is not None and third is not None:
@@ -386,26 +386,23 @@ class QuickOperators:
         return fma
 
     def full(self, slow: Callable[..., Any]) -> Callable[..., Any]:
-        """Blocks of one number, which nobody may write to; the first is Triton's own."""
-        blocks: dict[tuple[tuple[int, ...], Any, str], Any] = {}
+        """Blocks filled with one number. Triton's own function checks each shape once."""
+        constexpr = self.constexpr
+        checked: set[tuple[int, ...]] = set()
 
         def full(shape: Any, number: Any, dtype: Any) -> Any:
-            sizes = tuple(self._plain(n) for n in shape)
-            number, kind = self._plain(number), self._plain(dtype)
-            is_plain = type(number) in (int, float) and number == number
-            if not sizes or not is_plain or getattr(kind, "name", "") not in _PLAIN:
-                return slow(shape, number, dtype)
-            key = (sizes, number, kind.name)
-            data = blocks.get(key)
-            if data is None:
-                data = blocks[key] = slow(shape, number, dtype).handle.data
-                data.flags.writeable = False
-            return self.value(data, kind, False)
+            sizes = tuple(n.value if type(n) is constexpr else n for n in shape)
+            kind = dtype.value if type(dtype) is constexpr else dtype
+            plain = number.value if type(number) is constexpr else number
+            name = getattr(kind, "name", "")
+            if sizes in checked and _is_known(plain, name):
+                return self.value(self.filled(sizes, plain or 0, _PLAIN[name]), kind, False)
+            made = slow(shape, number, dtype)
+            if sizes:
+                checked.add(sizes)
+            return made
 
         return full
-
-    def _plain(self, x: Any) -> Any:
-        return x.value if type(x) is self.constexpr else x
 
     def _is_kept(self, x: Any, kind: Any) -> bool:
         """Whether something is a number of Python that memory of a type keeps as it is."""
@@ -578,8 +575,8 @@ class QuickOperators:
             return slow
         if name in _EXTREMES:
             return self.operator(name, slow)
-        if name in _OF_ONE:
-            return self.of_one(name, slow)
+        if name in _FUNCTIONS:
+            return self.function(name, slow)
         make = {
             "full": self.full,
             "fma": self.fma,
