@@ -32,6 +32,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -45,6 +46,9 @@ SETS: Final = {
     "sparse": 2,
 }  # fmt: skip
 """Sets of launches, and their weights among the processes."""
+PORTABLE: Final = ("plan",)
+"""Sets whose kernels are for every GPU. A launch of any other set fails if it launches no Hopper
+kernel: the tool would have seen nothing of what the set is for."""
 CAPTURING: Final = ("decode", "prefill")
 """Sets that capture graphs. In the others memcheck sees each tensor by itself: torch does not cut
 them out of larger pieces of memory, which a capture does not allow."""
@@ -61,6 +65,10 @@ references that launches are compared with, and take longer and gigabytes more t
 cuBLAS's products of 16 bits have to stay: without them the tool failed, with an "Internal Sanitizer
 Error" in every latent case. It seems not to bear a kernel that it does not watch ahead of a kernel
 that it watches, where the two may overlap."""
+HOPPER: Final = "hopper_"
+"""How names of Hopper kernels begin."""
+KERNELS: Final = "KERNELS "
+"""How a line begins that names the kernels of a launch."""
 GRACE: Final = 150.0
 """Seconds for a process to begin, and for launches that have begun to end."""
 
@@ -375,21 +383,43 @@ def _index_logits() -> Iterator[tuple[str, Callable[[], object]]]:
 
 def _sparse_lists() -> Iterator[tuple[str, Callable[[], object]]]:
     from specs.rows import LatentFormat
-    from tests.gpu import test_gpu_sparse_mla as tests
+    from tests.gpu import test_gpu_hopper_sparse as tests
+    from tests.sparse.sparse_cases import SparseTrial
+    from tests.sparse.sparse_layers import Sizes, SparseLayer
 
-    def run(layout: LatentFormat, heads: int, rows: int, is_invariant: bool) -> None:
-        trial = tests.SparseTrial(tests.case_of(layout, heads))
-        misses = trial.misses(*tests.run(trial, tests.tile_of(trial.case, rows, is_invariant)))
+    def run(layout: LatentFormat, heads: int, rows: int, changes: dict[str, Any]) -> None:
+        trial = SparseTrial(tests.case_of(layout, heads))
+        misses = trial.misses(*tests.run(trial, tests.tile_of(trial.case, rows, **changes)))
         assert misses == {}, misses
 
-    # Tiles are those for one row, whose list is cut, and for as many as need no cuts.
-    for layout in tests.LAYOUTS:
-        for heads in (16, 20, 128):
-            for name, rows, is_invariant in (
-                ("one row", 1, False), ("many rows", 10**6, False), ("invariant", 1, True)
-            ):  # fmt: skip
-                job = partial(run, layout, heads, rows, is_invariant)
+    def run_prompts(layout: LatentFormat, heads: int) -> None:
+        sizes = Sizes(
+            num_heads=heads, nope=128, v=128, topk=256, index_heads=64, index_dim=128,
+            requests=2, longest=1024, most_tokens=1024,
+        )  # fmt: skip
+        layer = SparseLayer(layout, "cuda", sizes=sizes)
+        step = layer.step([(0, 0, 600), (1, 0, 50)])
+        rows = layer.records(step)[0].prefill_rows
+        assert rows is not None
+        assert rows.joint is not None
+        layer.check(step, layer.run(step))
+
+    # Lists are cut for one row and whole for many; with many heads, programs may share them.
+    ways: tuple[tuple[str, int, dict[str, Any]], ...] = (
+        ("cut lists", 1, {}),
+        ("whole lists", 10**6, {}),
+        ("shared lists", 10**6, {"balanced": True}),
+    )
+    for pair in tests.served(16, 20, 65, 128):
+        layout, heads = pair.values
+        for name, rows, changes in ways:
+            if heads > tests.FEW or not changes:
+                job = partial(run, layout, heads, rows, changes)
                 yield f"{heads} heads, {layout.value}, {name}", job
+    for layout in tests.SERVED:
+        for heads in (16, 32):
+            job = partial(run_prompts, layout, heads)
+            yield f"{heads} heads, {layout.value}, joint lists of prompts", job
 
 
 def _controls() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -412,10 +442,32 @@ JOBS: Final = {
 }
 
 
+@contextmanager
+def launched_kernels() -> Iterator[set[str]]:
+    """Collects the names of the kernels that launchers launch inside the context."""
+    from builders.launch.call import collected
+    from builders.launch.launcher import Launcher
+
+    names: set[str] = set()
+    plain = Launcher.__call__
+
+    def launch(self: Launcher, grid: tuple[int, ...], *values: Any) -> None:
+        if collected.get() is None and 0 not in grid:
+            names.add(self.kernel.__name__)
+        plain(self, grid, *values)
+
+    Launcher.__call__ = launch  # type: ignore[method-assign]
+    try:
+        yield names
+    finally:
+        Launcher.__call__ = plain  # type: ignore[method-assign]
+
+
 def run_share(
     which: str, share: int, shares: int, seconds: float, patterns: Sequence[str] = EVERY
 ) -> None:
-    """Launches of a set in this process, until time is up; says which, and what failed.
+    """Launches of a set in this process, until time is up; says which, of which kernels, and what
+    failed.
 
     Args:
         which: set.
@@ -440,10 +492,15 @@ def run_share(
         if time.monotonic() > end:
             break
         try:
-            job()
+            with launched_kernels() as kernels:
+                job()
             if torch.cuda.is_available():
                 # The tools report a kernel when it ends, which a process may not live to see.
                 torch.cuda.synchronize()
+            is_of_hopper = any(kernel.startswith(HOPPER) for kernel in kernels)
+            if which in SETS and which not in PORTABLE and not is_of_hopper:
+                raise RuntimeError(f"no Hopper kernel was launched, only {sorted(kernels)}")
+            print(f"{KERNELS}{' '.join(sorted(kernels))}", flush=True)
         # A test that fails by pytest's own means raises no Exception.
         except BaseException as error:
             print(f"FAILED {name}: {type(error).__name__}: {error}", flush=True)
@@ -468,6 +525,8 @@ class Outcome:
     """Errors that the tool counted; with racecheck, the errors without an explanation."""
     found: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Races and their reasons."""
+    kernels: set[str] = field(default_factory=set)
+    """Names of the kernels that were launched."""
 
     @property
     def is_as_it_should(self) -> bool:
@@ -504,6 +563,8 @@ def outcome_of(tool: str, which: str, shares: Iterable[Share]) -> Outcome:
         lines = share.said.splitlines()
         outcome.done += sum(line.startswith("DONE ") for line in lines)
         outcome.failed += tuple(line for line in lines if line.startswith("FAILED "))
+        for line in lines:
+            outcome.kernels.update(line.removeprefix(KERNELS).split() if KERNELS in line else ())
         of = [int(line[3:]) for line in lines if re.fullmatch(r"OF \d+", line)]
         outcome.of += sum(of)
         counted, found = complaints(share.log), reports(share.log)
@@ -634,15 +695,16 @@ def render(outcomes: Sequence[Outcome], head: str) -> str:
         "",
         "`python -m tests.tools.sanitize` says what is run, and what racecheck does not see.",
         "",
-        "| tool | launches of | done | failed | errors | explained |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| tool | launches of | done | failed | errors | explained | kernels |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     found: Counter[tuple[str, str]] = Counter()
     for one in outcomes:
         found.update(one.found)
         explained = sum(count for (_, reason), count in one.found.items() if reason)
         cells = [one.tool, one.which, f"{one.done} of {one.of}", str(len(one.failed))]
-        lines.append(f"| {' | '.join(cells)} | {one.errors} | {explained} |")
+        kernels = ", ".join(f"`{name}`" for name in sorted(one.kernels))
+        lines.append(f"| {' | '.join(cells)} | {one.errors} | {explained} | {kernels} |")
     if found:
         lines += ["", "| race | pairs of instructions | why it is ordered |", "| --- | --- | --- |"]
         for (what, reason), count in sorted(found.items()):

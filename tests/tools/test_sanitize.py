@@ -6,6 +6,7 @@ import stat
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +15,8 @@ from attn.kernels.dense.hopper_decode import kernel as decode
 from attn.kernels.dense.hopper_prefill import kernel as prefill
 from attn.kernels.dense.hopper_prefill import scheduler as tiles
 from attn.testing.trial import Trial
+from builders.launch.call import KernelCall
+from builders.launch.launcher import Launcher
 from builders.splitkv.device import plan as plan_kernels
 from tests.tools import exchanges, sanitize
 from tests.tools.sanitize import (
@@ -179,11 +182,12 @@ def test_a_share_that_does_not_end_well_is_a_failure(share):
 
 
 def test_failed_launches_and_those_that_were_not_reached_are_said():
-    share = Share("DONE a\nFAILED b: AssertionError: 1\nOF 7", CLEAN)
+    share = Share("KERNELS plan_kernel\nDONE a\nFAILED b: AssertionError: 1\nOF 7", CLEAN)
     outcome = outcome_of("memcheck", "plan", [share, share])
     assert (outcome.done, outcome.of, outcome.errors) == (2, 14, 0)
     assert outcome.failed == ("FAILED b: AssertionError: 1",) * 2
-    assert "| memcheck | plan | 2 of 14 | 2 | 0 | 0 |" in render([outcome], "a GPU")
+    row = "| memcheck | plan | 2 of 14 | 2 | 0 | 0 | `plan_kernel` |"
+    assert row in render([outcome], "a GPU")
 
 
 def test_controls_have_to_be_seen_as_they_are():
@@ -208,6 +212,25 @@ def test_shares_are_all_launches_once(monkeypatch, capsys):
     assert "FAILED bad: Failed: by pytest's own means" in said
     sanitize.run_share("plan", 0, 3, -1)
     assert capsys.readouterr().out == "OF 4\n"
+
+
+def test_a_launch_fails_where_its_set_s_kernels_are_not_launched(monkeypatch, capsys):
+    def said_of(which: str, *names: str, programs: int = 1) -> list[str]:
+        launchers = [Launcher(SimpleNamespace(arg_names=(), __name__=name), {}) for name in names]
+        jobs = [("a", lambda: [launcher((programs,)) for launcher in launchers])]
+        monkeypatch.setitem(sanitize.JOBS, which, lambda: iter(jobs))
+        sanitize.run_share(which, 0, 1, 60)
+        return capsys.readouterr().out.splitlines()
+
+    monkeypatch.setattr(KernelCall, "launch_through_triton", lambda call: None)
+    both = ["KERNELS fold_kernel hopper_a_kernel", "DONE a", "OF 1"]
+    assert said_of("sparse", "hopper_a_kernel", "fold_kernel") == both
+    assert said_of("plan", "plan_kernel") == ["KERNELS plan_kernel", "DONE a", "OF 1"]
+    failed = "FAILED a: RuntimeError: no Hopper kernel was launched, only "
+    assert said_of("sparse", "fold_kernel") == [f"{failed}['fold_kernel']", "OF 1"]
+    # A launch without programs is none.
+    assert said_of("sparse", "hopper_a_kernel", programs=0) == [f"{failed}[]", "OF 1"]
+    assert Launcher.__call__.__name__ == "__call__"
 
 
 def test_a_launch_is_done_when_the_gpu_has_ended_it(monkeypatch, capsys):
