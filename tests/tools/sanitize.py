@@ -10,8 +10,9 @@ Racecheck orders accesses by barriers of all threads, and by what each thread do
 not see that a barrier of one partition, or a warp's, is before the one arrival by which Triton
 releases what all threads of the partition have written: it reports such writes, but for the
 arriving thread's. PTX orders them (a barrier orders its participants, and an arrival releases what
-is ordered before it). The controls here are the smallest such exchange, one that is read where the
-arriving thread has written, and a race that is none of these: it has to be found.
+is ordered before it). The controls here are the smallest such exchange; one that is read where the
+arriving thread has written; a race that is none of these, which has to be found; and copies that
+arrive by themselves, once, and once more into room that was given back by such an arrival.
 
 Memcheck sees every tensor by itself, but for two sets, whose cases capture graphs: there it sees
 torch's larger pieces of memory only.
@@ -52,7 +53,10 @@ kernel: the tool would have seen nothing of what the set is for."""
 CAPTURING: Final = ("decode", "prefill")
 """Sets that capture graphs. In the others memcheck sees each tensor by itself: torch does not cut
 them out of larger pieces of memory, which a capture does not allow."""
-CONTROLS: Final = {"the arriving thread's": False, "another thread's": False, "a race": True}
+CONTROLS: Final = {
+    "the arriving thread's": False, "another thread's": False, "a race": True, "a copy": False,
+    "a second copy": False,
+}  # fmt: skip
 """Controls, and whether racecheck has to find an unexplained race in each."""
 PREFIX: Final = "========= "
 UNKNOWN: Final = "unknown"
@@ -72,40 +76,81 @@ KERNELS: Final = "KERNELS "
 GRACE: Final = 150.0
 """Seconds for a process to begin, and for launches that have begun to end."""
 
+_ARRIVAL: Final = "behind a partition's barrier and one arrival"
+_GIVEN_BACK: Final = "into room that was given back behind a partition's barrier and one arrival"
 EXPLAINED: Final = {
-    (
-        "scheduler.py:_put",
-        "scheduler.py:_take",
-    ): "a tile's record, behind a warp's barrier and one arrival",
-    ("consumer.py:_send", "consumer.py:_with_sent"): "a state to the other consumer, "
-    "behind a partition's barrier and one arrival",
-    (
-        "consumer.py:_publish",
-        "consumer.py:_take_first",
-    ): "weights and maxima to the other consumer, behind a partition's barrier and one arrival",
-    (
-        "consumer.py:_publish",
-        "consumer.py:_take_second",
-    ): "weights and maxima to the other consumer, behind a partition's barrier and one arrival",
-    (
-        "consumer.py:_with_all_sums",
-        "consumer.py:_with_all_sums",
-    ): "sums to the other consumer, behind a partition's barrier and one arrival",
-    (
-        "scorer.py:_store_weights",
-        "columns.py:_attend",
-    ): "whether rows have new references, behind the scorer's barrier and one arrival",
-    (
-        "scorer.py:weigh_latents",
-        "columns.py:_numbers_of",
-    ): "sums of weights, behind the scorer's barrier and one arrival",
-    (
-        "queries.py:store_scale",
-        "queries.py:cache_scale",
-    ): "the cache's scale: every thread of both groups stores the same number before it reads",
-    ("exchanges.py:give", "exchanges.py:take"): "a control: behind a barrier and one arrival",
+    "hopper_prefill_kernel": {
+        ("scheduler.py:_put", "scheduler.py:_take"): (
+            "a tile's record, behind a warp's barrier and one arrival"
+        ),
+    },
+    "hopper_decode_kernel": {
+        (
+            "consumer.py:_send",
+            "consumer.py:_with_sent",
+        ): f"a state to the other consumer, {_ARRIVAL}",
+    },
+    "hopper_mla_kernel": {
+        ("consumer.py:_publish", "consumer.py:_take_first"): (
+            f"weights and maxima to the other consumer, {_ARRIVAL}"
+        ),
+        ("consumer.py:_publish", "consumer.py:_take_second"): (
+            f"weights and maxima to the other consumer, {_ARRIVAL}"
+        ),
+        ("consumer.py:_with_all_sums", "consumer.py:_with_all_sums"): (
+            f"sums to the other consumer, {_ARRIVAL}"
+        ),
+        ("scorer.py:_store_weights", "columns.py:_attend"): (
+            "whether rows have new references, behind the scorer's barrier and one arrival"
+        ),
+        ("scorer.py:weigh_latents", "columns.py:_numbers_of"): (
+            "sums of weights, behind the scorer's barrier and one arrival"
+        ),
+        ("queries.py:store_scale", "queries.py:cache_scale"): (
+            "the cache's scale: every thread of both groups stores the same number before it reads"
+        ),
+    },
+    "hopper_sparse_kernel": {
+        ("consumer.py:_publish", "consumer.py:_take_first"): (
+            f"weights and maxima to the other consumer, {_ARRIVAL}"
+        ),
+        ("consumer.py:_publish", "consumer.py:_take_second"): (
+            f"weights and maxima to the other consumer, {_ARRIVAL}"
+        ),
+        ("consumer.py:_sums_of_both", "consumer.py:_sums_of_both"): (
+            f"sums to the other consumer, {_ARRIVAL}"
+        ),
+        ("producer.py:_gather_rope", "consumer.py:_scores"): f"gaps of a list, {_ARRIVAL}",
+        ("dequantise.py:dequantise_rows", "consumer.py:_scores"): f"gaps of a list, {_ARRIVAL}",
+        ("dequantise.py:dequantise_rows", "consumer.py:_all_scores"): f"gaps of a list, {_ARRIVAL}",
+    },
+    "hopper_narrow_sparse_kernel": {
+        ("kernel.py:_copy_rows", "consumer.py:_scores"): f"copies of rows, {_GIVEN_BACK}",
+        ("kernel.py:_copy_rows", "consumer.py:_fold_values"): f"copies of rows, {_GIVEN_BACK}",
+        ("kernel.py:_copy_rows", "scores.py:_block"): f"copies of rows, {_GIVEN_BACK}",
+        ("kernel.py:_copy_rows", "scores.py:group_scores"): f"copies of rows, {_GIVEN_BACK}",
+        ("consumer.py:_with_other_half", "consumer.py:_with_other_half"): (
+            f"a state to the other consumer, {_ARRIVAL}"
+        ),
+    },
+    "exchange_kernel": {
+        ("exchanges.py:give", "exchanges.py:take"): "a control: behind a barrier and one arrival",
+    },
+    "copies_kernel": {
+        ("exchanges.py:copy", "exchanges.py:take_copies"): f"a control: copies, {_GIVEN_BACK}",
+    },
 }
-"""Functions that write and read in exchanges that racecheck reports, and why they are right."""
+"""For each kernel, functions that write and read in exchanges that racecheck reports, and why they
+are right."""
+REWRITTEN: Final = {
+    ("hopper_sparse_kernel", "consumer.py:_sums_of_both"): (
+        "sums of another piece of work, by threads of the same partition: its barriers are between"
+    ),
+}
+"""For a kernel and a function, why cells may be written again by the same line."""
+CUBLAS: Final = "nvjet_"
+"""How names of cuBLAS's kernels for Hopper begin, which have no lines of source."""
+OF_CUBLAS: Final = "between threads of a product of cuBLAS, which racecheck has to watch"
 DISPATCH: Final = "which partition a warp runs: Triton's own words, between barriers of all threads"
 
 
@@ -124,7 +169,9 @@ class Place:
 
     @property
     def function(self) -> str:
-        """The file, and the innermost function around the line."""
+        """The file, and the innermost function around the line; "?" without lines of source."""
+        if not self.file:
+            return "?"
         return f"{self.file}:{function_at(self.file, self.line, self.kernel)}"
 
     @property
@@ -149,16 +196,19 @@ class Race:
     @property
     def reason(self) -> str:
         """Why the accesses are ordered; empty where that is not known."""
-        if self.writer.kind != "Write" or self.other.kind != "Read":
+        kernel, functions = self.writer.kernel, (self.writer.function, self.other.function)
+        if self.writer.kind != "Write" or self.other.kernel != kernel:
             return ""
-        if self.writer.kernel != self.other.kernel:
-            return ""
+        if kernel.startswith(CUBLAS):
+            return OF_CUBLAS
+        if self.other.kind == "Write":
+            return REWRITTEN.get((kernel, functions[0]), "") if self.writer == self.other else ""
         if self.writer.is_dispatch and self.other.is_dispatch:
             return DISPATCH
-        return EXPLAINED.get((self.writer.function, self.other.function), "")
+        return EXPLAINED.get(kernel, {}).get(functions, "")
 
 
-_PLACE: Final = re.compile(r"(Read|Write) access at (\w+)\+0x[0-9a-f]+ in ([\w.]+):(\d+)")
+_PLACE: Final = re.compile(r"(Read|Write) access at (\w+)\+0x[0-9a-f]+(?: in ([\w.]+):(\d+))?")
 
 
 def reports(log: str) -> list[list[Race]]:
@@ -178,14 +228,15 @@ def reports(log: str) -> list[list[Race]]:
             found_reports.append([])
             first, is_broken = None, False
         found = _PLACE.search(line)
-        if found is None or not found_reports:
+        has_place = found is not None and bool(found[3] or found[2].startswith(CUBLAS))
+        if not has_place or not found_reports:
             is_broken = True
         if is_broken:
             if found_reports:
                 found_reports[-1].clear()
             continue
         assert found is not None
-        place = Place(found[1], found[2], found[3], int(found[4]))
+        place = Place(found[1], found[2], found[3] or "", int(found[4] or 0))
         if is_first:
             first = place
         elif first is not None:
@@ -423,10 +474,13 @@ def _sparse_lists() -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def _controls() -> Iterator[tuple[str, Callable[[], object]]]:
-    from tests.tools.exchanges import exchange
+    from tests.tools.exchanges import exchange, exchange_copies
 
-    for name, arguments in zip(CONTROLS, ((0, False), (100, False), (0, True)), strict=True):
-        yield name, partial(exchange, *arguments)
+    jobs = (
+        *(partial(exchange, 0, False), partial(exchange, 100, False), partial(exchange, 0, True)),
+        *(partial(exchange_copies, 1), partial(exchange_copies, 2)),
+    )
+    yield from zip(CONTROLS, jobs, strict=True)
 
 
 JOBS: Final = {

@@ -1,5 +1,6 @@
 """What compute-sanitizer says is read in full, and nothing is explained away by its place alone."""
 
+import ast
 import inspect
 import os
 import stat
@@ -14,6 +15,7 @@ from attn.kernels.dense.hopper_decode import consumer as decode_consume
 from attn.kernels.dense.hopper_decode import kernel as decode
 from attn.kernels.dense.hopper_prefill import kernel as prefill
 from attn.kernels.dense.hopper_prefill import scheduler as tiles
+from attn.kernels.sparse.hopper_wide import consumer as sparse_consume
 from attn.testing.trial import Trial
 from builders.launch.call import KernelCall
 from builders.launch.launcher import Launcher
@@ -97,12 +99,46 @@ def test_the_dispatch_is_where_partitions_are_named():
 
 def test_exchanges_and_the_dispatch_are_explained():
     (known,), of_triton = reports(f"{KNOWN}\n{OF_TRITON}")
-    assert known.reason == sanitize.EXPLAINED["consumer.py:_send", "consumer.py:_with_sent"]
+    of_kernel = sanitize.EXPLAINED[KERNEL]
+    assert known.reason == of_kernel["consumer.py:_send", "consumer.py:_with_sent"]
     assert [one.reason for one in of_triton] == [DISPATCH, DISPATCH]
     outcome = judged(KNOWN, OF_TRITON, END.format(2))
     assert (outcome.done, outcome.of, outcome.errors) == (2, 3, 0)
     assert outcome.is_as_it_should
     assert sum(outcome.found.values()) == 3
+
+
+SUMS = line_of(sparse_consume._sums_of_both, "room.sums.index(W).store")
+SPARSE = "hopper_sparse_kernel"
+PRODUCT = "nvjet_sm90_tst_128x168_64x5_1x2_h_bz_TNT"
+
+
+def test_sums_of_another_piece_and_products_of_cublas_are_explained():
+    again = access("Write", "consumer.py", SUMS, SPARSE)
+    ((race_of_sums,),) = reports(race(again, again))
+    assert "barriers are between" in race_of_sums.reason
+    inside = f"Read access at {PRODUCT}+0x930", f"Write access at {PRODUCT}+0x3880"
+    ((race_of_product,),) = reports(race(*inside))
+    assert race_of_product.reason == sanitize.OF_CUBLAS
+    assert race_of_product.what == f"{PRODUCT}: ? writes, ? reads"
+    outcome = judged(race(again, again), race(*inside), END.format(2))
+    assert outcome.is_as_it_should
+
+
+def test_what_is_explained_is_there():
+    """A name that no kernel has any more would explain nothing, or something else later."""
+    places = [
+        (kernel, place)
+        for kernel, explained in sanitize.EXPLAINED.items()
+        for pair in explained
+        for place in pair
+    ]
+    for kernel, place in (*places, *sanitize.REWRITTEN):
+        file, function = place.split(":")
+        source = sanitize.source_of(file, kernel)
+        assert source is not None, (kernel, file)
+        names = {node.name for node in ast.walk(source) if isinstance(node, ast.FunctionDef)}
+        assert function in names, (kernel, place)
 
 
 PLAN = line_of(plan_kernels.plan_kernel, "gdc_wait")
@@ -136,6 +172,17 @@ PLAN = line_of(plan_kernels.plan_kernel, "gdc_wait")
             access("Read", "scheduler.py", TAKE),
             access("Read", "consumer.py", RECEIVE),
         ),
+        # Another line of the same function; a kernel that shares the function's name.
+        race(
+            access("Write", "consumer.py", SUMS, SPARSE),
+            access("Write", "consumer.py", SUMS - 1, SPARSE),
+        ),
+        race(
+            access("Write", "consumer.py", SEND, SPARSE),
+            access("Read", "consumer.py", RECEIVE, SPARSE),
+        ),
+        # A kernel without lines that is not cuBLAS's.
+        race(f"Write access at {KERNEL}+0x10", f"Read access at {KERNEL}+0x20"),
         # Not understood.
         race(access("Write", "scheduler.py", PUT)),
         race(
