@@ -41,9 +41,10 @@ from builders.dense.triton_attn import TritonAttentionMetadataBuilder
 from builders.latent.triton_mla import TritonMLAMetadataBuilder
 from builders.launch.call import KernelCall, collected_calls
 from builders.sparse.arguments import TopkLists
-from builders.sparse.hopper_tiles import hopper_sparse_tile, usual_options
+from builders.sparse.hopper_tiles import hopper_sparse_tile, usual_options, wide_options
 from builders.sparse.tiles import SparseShape
 from specs.attention import AttentionType
+from specs.base import cdiv
 from specs.cache_write import CacheTarget, Rotation
 from specs.devices import KNOWN_DEVICES, GpuFacts
 from specs.dtypes import CacheDType, DType
@@ -166,6 +167,8 @@ class Layer:
     """Listed entries come to the front of a list."""
     rows: int = 4096
     """Query tokens, each with a list; the lists of few tokens are cut into parts."""
+    joined: int = 1
+    """Neighbouring tokens that share a joint list."""
     max_len: int = 16384
     """Most tokens of a request, which sizes scratch."""
 
@@ -623,12 +626,21 @@ HOPPER_VARIANTS: Final = (
     _of_latents(_HS, "64 heads 656", speed=True, heads=64, cache=_DS_MLA),
     _of_latents(_HS, "128 heads 656 8 rows", heads=128, cache=_DS_MLA, rows=8),
     _of_latents(_HS, "128 heads 656 sinks", heads=128, cache=_DS_MLA, sinks=True),
-    # Few heads. Four to eight words are spilled before and after the loop over tiles.
-    _of_latents(_HS, "16 heads", 90, heads=16),
-    _of_latents(_HS, "16 heads 656", 90, heads=16, cache=_DS_MLA),
-    _of_latents(_HS, "8 heads 656 16 rows", heads=8, cache=_DS_MLA, rows=16),
+    # Programs share the lists by tiles.
+    _of_latents(_HS, "128 heads 100 rows", heads=128, rows=100),
+    _of_latents(_HS, "128 heads 656 100 rows", heads=128, cache=_DS_MLA, rows=100),
+    # Few heads.
+    _of_latents(_HS, "16 heads", 90, speed=True, heads=16),
+    _of_latents(_HS, "16 heads 656", 90, speed=True, heads=16, cache=_DS_MLA),
+    _of_latents(_HS, "16 heads 656 8 rows", speed=True, heads=16, cache=_DS_MLA, rows=8),
+    _of_latents(_HS, "8 heads 656", speed=True, heads=8, cache=_DS_MLA),
     _of_latents(_HS, "20 heads sinks fp16", heads=20, sinks=True, dtype=DType.FLOAT16),
-    _of_latents(_HS, "16 heads 576", 90, heads=16, cache=_FP8),
+    _of_latents(_HS, "16 heads 576", 90, speed=True, heads=16, cache=_FP8),
+    # Tokens of prompts that attend together.
+    _of_latents(_HS, "16 heads joint", 90, speed=True, heads=16, joined=4),
+    _of_latents(_HS, "8 heads joint", heads=8, joined=8),
+    _of_latents(_HS, "16 heads 656 joint", 90, speed=True, heads=16, cache=_DS_MLA, joined=4),
+    _of_latents(_HS, "8 heads 656 joint", heads=8, cache=_DS_MLA, joined=8),
 )
 
 
@@ -873,22 +885,26 @@ def _hopper_latent_call(layer: Layer, kernel: Kernel) -> KernelCall:
 
 
 def _hopper_sparse_call(layer: Layer) -> KernelCall:
-    """Query tokens with lists of 2048 entries, of different lengths."""
+    """Query tokens with lists of 2048 entries, of different lengths; some share a joint list."""
     from attn.kernels.sparse import hopper_launch as sparse_launch
 
     (heads, _, size), rank, rows, topk = layer.heads, layer.v_size, layer.rows, 2048
     layout = latent_format_of(layer.cache)
     dtype, multiprocessors = layer.dtype.torch, KNOWN_DEVICES[TARGETS[90]].num_multiprocessors
+    topk, lists = topk * layer.joined, cdiv(rows, layer.joined)
     shape = SparseShape(heads, topk, layout, layer.dtype.itemsize, rank, size - rank)
-    tile = hopper_sparse_tile(shape, multiprocessors, rows, usual_options(shape))
+    options = usual_options(shape)
+    if layer.joined > 1:
+        options = replace(wide_options(shape), tokens=layer.joined, balanced=False)
+    tile = hopper_sparse_tile(shape, multiprocessors, rows, options)
     query = torch.empty(rows, heads, size, dtype=dtype)
     width = layout.row(rank, size - rank, layer.dtype).nbytes
     tensors = SparseTensors(
         query[..., :rank],
         query[..., rank:],
         torch.empty(4, layer.block_size, width, dtype=torch.uint8),
-        torch.empty(rows, topk, dtype=torch.int32),
-        torch.empty(rows, dtype=torch.int32),
+        torch.empty(lists, topk, dtype=torch.int32),
+        torch.empty(lists, dtype=torch.int32),
         torch.empty(rows, heads, rank, dtype=dtype),
         torch.empty(rows, heads),
         k_scale=torch.ones(()),

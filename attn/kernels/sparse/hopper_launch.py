@@ -171,7 +171,7 @@ def _narrow_form(
         (*_VARYING, "latent_ptr", "factor_ptr"),
         values,
         lambda rows: (rows * pieces,),
-        LaunchOptions(num_warps=4, waits=True),
+        LaunchOptions(num_warps=4, waits=True, few_registers=True),
     )
 
 

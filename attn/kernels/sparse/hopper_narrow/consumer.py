@@ -26,7 +26,7 @@ from attn.kernels.dense.hopper_prefill.scheduler import wide
 from attn.kernels.dense.query_rows import write_rows
 from attn.kernels.lang.compat import reinterpret, thread_barrier
 from attn.kernels.lang.constants import LOG2E
-from attn.kernels.lang.opaque import opaque_zero
+from attn.kernels.lang.opaque import opaque_int, opaque_zero
 from attn.kernels.lang.structures import State
 from attn.kernels.lang.wgmma import base_of
 from attn.kernels.sparse.hopper_narrow.operands import (
@@ -40,7 +40,7 @@ from attn.kernels.sparse.hopper_narrow.operands import (
 )
 from attn.kernels.sparse.hopper_narrow.scores import count_keys, group_scores
 from attn.kernels.sparse.hopper_narrow.shrink import shrunk
-from attn.kernels.sparse.hopper_wide.parts import exp2, units_at
+from attn.kernels.sparse.hopper_wide.parts import entries_at, exp2, units_at
 from attn.kernels.sparse.structures import NarrowState
 
 STATE_ROWS = tl.constexpr(16)
@@ -49,17 +49,6 @@ NATIVE, RAW, SCALED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """Row formats: 16-bit elements; e4m3 with one scale for all rows; e4m3 with scales in each row."""
 _SLACK = tl.constexpr(8.0)
 """Maxima (log 2) are raised only when they grow by more: weights up to 2^8 are within fp16."""
-
-
-@gluon.jit
-def entries(ids_ptr, first, length, KEYS: gl.constexpr, LAYOUT: gl.constexpr):
-    """KEYS entries of a list from ``first`` on; -1 from ``length`` on.
-
-    :func:`attn.kernels.sparse.hopper_wide.parts.listed` does the same, but hides the addresses from
-    the compiler. Here they may stay in registers: nothing is spilled for them.
-    """
-    at = first + gl.arange(0, KEYS, layout=LAYOUT)
-    return gl.load(ids_ptr + at, mask=at < length, other=-1)
 
 
 @gluon.jit
@@ -250,7 +239,7 @@ def _attend(
     E4M3: gl.constexpr = tile.KIND != NATIVE
     TILE: gl.constexpr = tile.KEYS
     KEY: gl.constexpr = gl.SliceLayout(1 if E4M3 else 0, tile.PRODUCT)
-    present = entries(mine, low + W * TILE, high, TILE, KEY)
+    present = entries_at(mine, opaque_int(low + W * TILE), high, TILE, KEY)
     factor = scale * rows_scale * LOG2E
     mbarrier.wait(queries.full, 0)
     if not E4M3:
@@ -259,7 +248,7 @@ def _attend(
     turn = W
     for first in range(low + W * TILE, high, 2 * TILE):
         there = present >= 0
-        present = entries(mine, first + 2 * TILE, high, TILE, KEY)
+        present = entries_at(mine, opaque_int(first + 2 * TILE), high, TILE, KEY)
         stage = turn % ring.STAGES
         mbarrier.wait(ring.full.index(stage), (turn // ring.STAGES) & 1)
         z = opaque_zero()
@@ -293,6 +282,12 @@ def _with_one_maximum(state, tile):
     if tile.KIND != NATIVE:
         m = gl.permute(m, (1, 0))
         l = gl.permute(l, (1, 0))
+    else:
+        # A row within one warp: to reduce over warps, Triton loads from shared memory in some
+        # threads only. The others would keep a register of no value all through the loop ahead.
+        BY_ROW: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0])
+        m = gl.convert_layout(m, BY_ROW)
+        l = gl.convert_layout(l, BY_ROW)
     most = gl.max(m, 1)
     sums = gl.sum(l * exp2(m - base_of(most)[:, None]), 1)
     by_block = _to(base_of(most), gl.SliceLayout(0, gl.SliceLayout(1, tile.WEIGHTS)))

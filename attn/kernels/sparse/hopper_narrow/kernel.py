@@ -18,16 +18,11 @@ from attn.kernels.lang.compat import (
     let_kernels_behind_start,
     wait_for_kernels_before,
 )
+from attn.kernels.lang.opaque import opaque_int
 from attn.kernels.lang.structures import Out
-from attn.kernels.sparse.hopper_narrow.consumer import (
-    NATIVE,
-    RAW,
-    SCALED,
-    consume_narrow,
-    entries,
-)
+from attn.kernels.sparse.hopper_narrow.consumer import NATIVE, RAW, SCALED, consume_narrow
 from attn.kernels.sparse.hopper_narrow.operands import scores_memory, swizzled, weights_layout
-from attn.kernels.sparse.hopper_wide.parts import THREADS, UNIT
+from attn.kernels.sparse.hopper_wide.parts import THREADS, UNIT, entries_at
 from attn.kernels.sparse.structures import (
     Division,
     LatentRows,
@@ -61,25 +56,28 @@ def _copy_rows(lists, rows, ring, division, SKIP: gl.constexpr):
     mine = lists.of(token)
     # The first entries are loaded up to the list's end, before the number that counts is known.
     end = gl.minimum(lists.topk, low + division.SEGMENT)
-    ids = entries(mine, low, end, TILE, ROW)
-    tail_ids = entries(mine, low, end, TILE, TAIL_ROW)
+    start = opaque_int(low)
+    ids = entries_at(mine, start, end, TILE, ROW)
+    tail_ids = entries_at(mine, start, end, TILE, TAIL_ROW)
     high = end
     if lists.HAS_LENS:
         high = gl.minimum(end, gl.load(lists.lens_ptr + token))
-        row = low + gl.arange(0, TILE, layout=ROW)
-        tail_row = low + gl.arange(0, TILE, layout=TAIL_ROW)
+        row = start + gl.arange(0, TILE, layout=ROW)
+        tail_row = start + gl.arange(0, TILE, layout=TAIL_ROW)
         ids = gl.where(row < high, ids, -1)
         tail_ids = gl.where(tail_row < high, tail_ids, -1)
-    ahead = entries(mine, low + TILE, high, TILE, ROW)
-    tail_ahead = entries(mine, low + TILE, high, TILE, TAIL_ROW)
+    ahead = entries_at(mine, start + TILE, high, TILE, ROW)
+    tail_ahead = entries_at(mine, start + TILE, high, TILE, TAIL_ROW)
     column = gl.arange(0, WORDS, layout=gl.SliceLayout(0, COPY))
     tail_column = gl.arange(0, TAIL, layout=gl.SliceLayout(0, TAIL_COPY))
     for first in range(low, high, TILE):
         turn = (first - low) // TILE
         stage = turn % ring.STAGES
-        # Entries are loaded two tiles ahead: loads queue behind copies.
-        next_ids = entries(mine, first + 2 * TILE, high, TILE, ROW)
-        next_tail = entries(mine, first + 2 * TILE, high, TILE, TAIL_ROW)
+        # Entries are loaded two tiles ahead: loads queue behind copies. With rows of 16 bits both
+        # layouts are the same, and of two loads from one hidden place the compiler makes one.
+        start = opaque_int(first + 2 * TILE)
+        next_ids = entries_at(mine, start, high, TILE, ROW)
+        next_tail = entries_at(mine, start, high, TILE, TAIL_ROW)
         offset = rows.offsets(ids) * (UNIT // 4)
         at = rows.latent_ptr + offset[:, None] + column[None, :]
         there = (ids >= 0)[:, None] & (column >= 0)[None, :]

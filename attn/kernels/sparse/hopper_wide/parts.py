@@ -120,11 +120,22 @@ def work_at(work, lists, division, KEYS: gl.constexpr):
 
 
 @gluon.jit
-def listed(ids_ptr, first, length, KEYS: gl.constexpr, LAYOUT: gl.constexpr):
-    """KEYS entries of a list from ``first`` on; -1 from ``length`` on."""
-    # Hidden from the compiler, which would compute a thread's place in a list early and spill it.
-    at = first + opaque_zero() + gl.arange(0, KEYS, layout=LAYOUT)
+def entries_at(ids_ptr, first, length, KEYS: gl.constexpr, LAYOUT: gl.constexpr):
+    """KEYS entries of a list from ``first`` on; -1 from ``length`` on.
+
+    ``first`` should be hidden from the compiler, which would compute a thread's place in a list
+    early and spill it.
+    """
+    at = first + gl.arange(0, KEYS, layout=LAYOUT)
     return gl.load(ids_ptr + at, mask=at < length, other=-1)
+
+
+@gluon.jit
+def listed(ids_ptr, first, length, KEYS: gl.constexpr, LAYOUT: gl.constexpr):
+    """KEYS entries of a list from ``first`` on, which is hidden from the compiler; -1 from
+    ``length`` on.
+    """
+    return entries_at(ids_ptr, first + opaque_zero(), length, KEYS, LAYOUT)
 
 
 @gluon.jit
