@@ -134,6 +134,9 @@ def hopper_latent_tile(
     rows = NARROW_ROWS if is_narrow else ROWS
     head_tiles = cdiv(shape.num_heads, rows)
     tile_heads = cdiv(shape.num_heads, head_tiles)
+    if is_narrow and 2 * tile_heads > rows:
+        # There is no room for a second token, and a power of two spares the kernel divisions.
+        tile_heads = rows
     kv_tile = NARROW_BYTES * 8 // (shape.stored_bits * COLUMNS[0]) if is_narrow else KV_TILE
     split = SplitTile(
         rows=rows,

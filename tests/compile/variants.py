@@ -454,7 +454,9 @@ INVARIANT_VARIANTS: Final = (
     _only(_HD, "8/1/128 fp16", speed=True, heads=(8, 1, 128), dtype=DType.FLOAT16, **_INVARIANT),
     _only(_HD, "verify 8", 90, speed=True, drafts=7, **_INVARIANT),
     _only(_HD, "verify 4 soft cap window", drafts=3, soft_cap=30.0, window=1024, **_INVARIANT),
-    _only(_HD, "16/8/256", heads=(16, 8, 256), **_INVARIANT),
+    _only(_HD, "64/8/64", speed=True, heads=(64, 8, 64), **_INVARIANT),
+    _only(_HD, "16/8/256", speed=True, heads=(16, 8, 256), **_INVARIANT),
+    _only(_HD, "verify 4", speed=True, drafts=3, **_INVARIANT),
     _only(_HD, "64/8/64 window sinks", heads=(64, 8, 64), window=1024, sinks=True, **_INVARIANT),
     _only(_HD, "fp8", 90, speed=True, cache=_FP8, **_INVARIANT),
     _only(_HD, "fp8 fp16 soft cap", dtype=DType.FLOAT16, cache=_FP8, soft_cap=30.0, **_INVARIANT),
@@ -479,6 +481,7 @@ INVARIANT_VARIANTS: Final = (
     _only(_H, "32/8/160", heads=(32, 8, 160), **_INVARIANT),
 )
 
+_ROUNDED: Final[dict[str, Any]] = {"cache": _FP8, "rounds_queries": True}
 _EXPANDED: Final[dict[str, Any]] = {"heads": (16, 16, 192), "head_size_v": 128}
 
 HOPPER_VARIANTS: Final = (
@@ -512,8 +515,11 @@ HOPPER_VARIANTS: Final = (
     _only(_H, "fp8 output", fp8_output=True),
     _only(_H, "cross attention", attn_type=_CROSS, causal=False),
     # Latent attention with expanded heads, over dense keys and over pages.
-    _only(_H, "16/16/192 values 128", 90, attn_type=_ENCODER, causal=False, **_EXPANDED),
-    _only(_H, "16/16/192 values 128 pages", **_EXPANDED, lse=True),
+    _only(
+        *(_H, "16/16/192 values 128", 90),
+        **{"speed": True, "attn_type": _ENCODER, "causal": False, **_EXPANDED},
+    ),
+    _only(_H, "16/16/192 values 128 pages", speed=True, **_EXPANDED, lse=True),
     # Caches of 8 bits.
     _only(_H, "fp8 32/8/128", 90, cache=_FP8, speed=True),
     _only(_H, "fp8 64/8/64", cache=_FP8, heads=(64, 8, 64)),
@@ -558,6 +564,9 @@ HOPPER_VARIANTS: Final = (
     _only(_HD, "8/1/128", 90, speed=True, heads=(8, 1, 128)),
     _only(_HD, "32/32/128", speed=True, heads=(32, 32, 128)),
     _only(_HD, "8/1/192", speed=True, heads=(8, 1, 192)),
+    _only(_HD, "12/2/128", speed=True, heads=(12, 2, 128)),
+    _only(_HD, "24/8/128", speed=True, heads=(24, 8, 128)),
+    _only(_HD, "96/8/128", speed=True, heads=(96, 8, 128)),
     _only(_HD, "32/8/80", speed=True, heads=(32, 8, 80)),
     _only(_HD, "32/8/160", speed=True, heads=(32, 8, 160)),
     _only(_HD, "32/8/96 verify 8", speed=True, heads=(32, 8, 96), drafts=7),
@@ -598,7 +607,19 @@ HOPPER_VARIANTS: Final = (
     # Beyond 128k keys there are so many segment groups that they are folded in pieces.
     _only(_HL, "16 heads 1M keys", 90, heads=(16, 1, 576), block_size=64, max_len=1 << 20),
     _only(_HL, "128 heads", 90, speed=True, heads=(128, 1, 576), block_size=64),
+    _of_latents(_HL, "12 heads", speed=True, heads=12),
+    _of_latents(_HL, "24 heads", speed=True, heads=24),
+    _of_latents(_HL, "64 heads", speed=True, heads=64),
+    _of_latents(_HL, "96 heads", speed=True, heads=96),
+    _of_latents(_HL, "16 heads verify 4", speed=True, drafts=3),
+    _of_latents(_HL, "16 heads verify 8", speed=True, drafts=7),
+    _of_latents(_HL, "128 heads verify 2", speed=True, heads=128, drafts=1),
+    _of_latents(_HL, "128 heads verify 4", speed=True, heads=128, drafts=3),
+    # Triton 3.9 keeps the thread's number on the stack, and reads it once per work item.
+    _only(_HL, "16 heads pages of 16", heads=(16, 1, 576)),
     _only(_HL, "64 heads pages of 16", heads=(64, 1, 576)),
+    _only(_HL, "128 heads pages of 32", speed=True, heads=(128, 1, 576), block_size=32),
+    _only(_HL, "128 heads pages of 128", speed=True, heads=(128, 1, 576), block_size=128),
     _only(_HL, "20 heads", heads=(20, 1, 576)),
     _only(_HL, "20 heads verify 4", heads=(20, 1, 576), drafts=3),
     _only(_HL, "128 heads fp16", heads=(128, 1, 576), block_size=64, dtype=DType.FLOAT16),
@@ -606,11 +627,8 @@ HOPPER_VARIANTS: Final = (
     _only(_HL, "16 heads fp8", 90, speed=True, heads=(16, 1, 576), block_size=64, cache=_FP8),
     _only(_HL, "128 heads fp8", 90, speed=True, heads=(128, 1, 576), block_size=64, cache=_FP8),
     _only(_HL, "64 heads fp8 pages of 16", heads=(64, 1, 576), cache=_FP8),
-    _only(
-        *(_HL, "128 heads fp8 rounded queries", 90),
-        **{"speed": True, "heads": (128, 1, 576), "block_size": 64, "cache": _FP8},
-        rounds_queries=True,
-    ),
+    _of_latents(_HL, "128 heads fp8 rounded queries", 90, speed=True, heads=128, **_ROUNDED),
+    _of_latents(_HL, "64 heads fp8 rounded queries", speed=True, heads=64, **_ROUNDED),
     _only(_HL, "20 heads fp8 fp16", heads=(20, 1, 576), dtype=DType.FLOAT16, cache=_FP8, drafts=3),
     _only(
         *(_HL, "20 heads fp8 fp16 invariant"),
@@ -624,6 +642,7 @@ HOPPER_VARIANTS: Final = (
     _of_latents(_HS, "40 heads sinks fp16", heads=40, sinks=True, dtype=DType.FLOAT16),
     _of_latents(_HS, "128 heads 656", 90, speed=True, heads=128, cache=_DS_MLA),
     _of_latents(_HS, "64 heads 656", speed=True, heads=64, cache=_DS_MLA),
+    _of_latents(_HS, "96 heads 656", speed=True, heads=96, cache=_DS_MLA),
     _of_latents(_HS, "128 heads 656 8 rows", heads=128, cache=_DS_MLA, rows=8),
     _of_latents(_HS, "128 heads 656 sinks", heads=128, cache=_DS_MLA, sinks=True),
     # Programs share the lists by tiles.
@@ -634,6 +653,8 @@ HOPPER_VARIANTS: Final = (
     _of_latents(_HS, "16 heads 656", 90, speed=True, heads=16, cache=_DS_MLA),
     _of_latents(_HS, "16 heads 656 8 rows", speed=True, heads=16, cache=_DS_MLA, rows=8),
     _of_latents(_HS, "8 heads 656", speed=True, heads=8, cache=_DS_MLA),
+    _of_latents(_HS, "12 heads 656", speed=True, heads=12, cache=_DS_MLA),
+    _of_latents(_HS, "24 heads 656", speed=True, heads=24, cache=_DS_MLA),
     _of_latents(_HS, "20 heads sinks fp16", heads=20, sinks=True, dtype=DType.FLOAT16),
     _of_latents(_HS, "16 heads 576", 90, speed=True, heads=16, cache=_FP8),
     # Tokens of prompts that attend together.
