@@ -13,10 +13,16 @@ from tests.compile.variants import HOPPER_VARIANTS, INVARIANT_VARIANTS, Kernel, 
 OTHER_KERNELS: Final = ("convert_576_656", "index_b64_32k")
 """Cases of the sparse table that launch no attention."""
 UNMARKED: Final = {
-    "pre_d256_1x8k": "Triton 3.8 and 3.9 spill outside of the loop over tiles that every row sees",
-    "mla_p16_h16_b32_8k": "Triton 3.9 keeps the thread's number on the stack, once per work item",
+    (
+        BenchTable.INVARIANCE,
+        "pre_d256_1x8k",
+    ): "Triton 3.8 and 3.9 spill outside of the loop over tiles that every row sees",
+    (
+        BenchTable.MLA,
+        "mla_p16_h16_b32_8k",
+    ): "Triton 3.9 keeps the thread's number on the stack, and reads it once per work item",
 }
-"""Cases whose shapes are compiled but not marked, and why; the first with batch invariance only."""
+"""Cases whose shapes are compiled but not marked, and why."""
 TABLES: Final = {
     BenchTable.HOPPER: HOPPER_VARIANTS,
     BenchTable.MLA: HOPPER_VARIANTS,
@@ -74,8 +80,7 @@ MEASURED: Final = [
 
 @pytest.mark.parametrize(("table", "case"), MEASURED)
 def test_a_measured_shape_is_marked(table: BenchTable, case: KernelCase) -> None:
-    is_invariant = table is BenchTable.INVARIANCE
-    is_left = case.name in UNMARKED and is_invariant == case.name.startswith("pre_")
+    is_left = (table, case.name) in UNMARKED
     for kernel in kernels_of(table, case):
         shape = shape_of_case(kernel, case)
         marks = [one.speed for one in TABLES[table] if shape_of_variant(one) == shape]
