@@ -49,7 +49,7 @@ SETS: Final = {
 """Sets of launches, and their weights among the processes."""
 PORTABLE: Final = ("plan",)
 """Sets whose kernels are for every GPU. A launch of any other set fails if it launches no Hopper
-kernel: the tool would have seen nothing of what the set is for."""
+kernel: the tool would not have seen the kernels that the set is for."""
 CAPTURING: Final = ("decode", "prefill")
 """Sets that capture graphs. In the others memcheck sees each tensor by itself: torch does not cut
 them out of larger pieces of memory, which a capture does not allow."""
