@@ -19,7 +19,7 @@ from builders.buffers import GraphBuffers
 from builders.sparse.arguments import JointLists
 from builders.sparse.hopper_tiles import HopperOptions, hopper_sparse_tile, wide_options
 from builders.sparse.launches import SparseLaunch, SparseWorkspace
-from builders.sparse.tiles import MOST_ROWS, NarrowSparseTile, SparseShape
+from builders.sparse.tiles import MOST_ROWS, NarrowSparseTile, SparseShape, SparseTile
 from specs.base import cdiv
 from specs.rows import LatentFormat
 
@@ -75,6 +75,20 @@ def joint_tokens(shape: SparseShape, options: HopperOptions | None) -> int:
     return tokens
 
 
+def joint_tile(shape: SparseShape, tokens: int, multiprocessors: int) -> SparseTile:
+    """The wide Hopper kernel's tile for joint lists, none of which is cut.
+
+    Args:
+        shape: the layers, with the lists of single tokens.
+        tokens: tokens of a group, from :func:`joint_tokens`.
+        multiprocessors: multiprocessors of the device.
+    """
+    whole = replace(shape, topk=shape.topk * tokens)
+    options = replace(wide_options(shape), tokens=tokens, balanced=False)
+    # With a list for each multiprocessor no list is cut.
+    return hopper_sparse_tile(whole, multiprocessors, multiprocessors, options)
+
+
 class JointPrefill:
     """Groups of the tokens of prompts, for the layers of one KV cache group."""
 
@@ -93,10 +107,7 @@ class JointPrefill:
         self.tokens, self._topk, self._buffers = tokens, shape.topk, buffers
         self._multiprocessors = multiprocessors
         self._reach = REACH[shape.layout] * shape.topk
-        whole = replace(shape, topk=shape.topk * tokens)
-        options = replace(wide_options(shape), tokens=tokens, balanced=False)
-        # With a list for each multiprocessor no list is cut.
-        tile = hopper_sparse_tile(whole, multiprocessors, multiprocessors, options)
+        tile = joint_tile(shape, tokens, multiprocessors)
         none = torch.empty(0, dtype=torch.float32, device=buffers.device)
         rows = len(buffers["indices"]) // shape.topk
         self._launch = SparseLaunch(tile, tile, rows, SparseWorkspace(none, none))

@@ -41,7 +41,8 @@ from builders.dense.triton_attn import TritonAttentionMetadataBuilder
 from builders.latent.triton_mla import TritonMLAMetadataBuilder
 from builders.launch.call import KernelCall, collected_calls
 from builders.sparse.arguments import TopkLists
-from builders.sparse.hopper_tiles import hopper_sparse_tile, usual_options, wide_options
+from builders.sparse.hopper_tiles import hopper_sparse_tile, usual_options
+from builders.sparse.joint import joint_tile
 from builders.sparse.tiles import SparseShape
 from specs.attention import AttentionType
 from specs.base import cdiv
@@ -912,12 +913,11 @@ def _hopper_sparse_call(layer: Layer) -> KernelCall:
     (heads, _, size), rank, rows, topk = layer.heads, layer.v_size, layer.rows, 2048
     layout = latent_format_of(layer.cache)
     dtype, multiprocessors = layer.dtype.torch, KNOWN_DEVICES[TARGETS[90]].num_multiprocessors
-    topk, lists = topk * layer.joined, cdiv(rows, layer.joined)
     shape = SparseShape(heads, topk, layout, layer.dtype.itemsize, rank, size - rank)
-    options = usual_options(shape)
+    tile = hopper_sparse_tile(shape, multiprocessors, rows, usual_options(shape))
+    topk, lists = topk * layer.joined, cdiv(rows, layer.joined)
     if layer.joined > 1:
-        options = replace(wide_options(shape), tokens=layer.joined, balanced=False)
-    tile = hopper_sparse_tile(shape, multiprocessors, rows, options)
+        tile = joint_tile(shape, layer.joined, multiprocessors)
     query = torch.empty(rows, heads, size, dtype=dtype)
     width = layout.row(rank, size - rank, layer.dtype).nbytes
     tensors = SparseTensors(

@@ -170,6 +170,8 @@ def test_any_number_of_heads_and_tokens_fits_a_tile_and_pages_are_whole_boxes(
                 assert split.tile_heads * split.head_tiles >= heads
                 assert 1 <= split.query_tokens <= tokens
                 assert split.tile_heads * split.query_tokens <= split.rows == rows
+                # A tile of 16 rows without room for a second token has 16 heads, present or not.
+                assert not is_narrow or split.tile_heads <= 8 or split.tile_heads == 16
                 assert block_size % tile.run == 0
                 assert (128 if rows == 16 and stored_bits == 8 else 64) % tile.run == 0
                 assert SEGMENT % split.segment_unit == 0

@@ -30,9 +30,8 @@ from builders.sparse.hopper_tiles import (
     hopper_sparse_tile,
     sparse_kernel_of,
     usual_options,
-    wide_options,
 )
-from builders.sparse.joint import joint_tokens
+from builders.sparse.joint import joint_tile, joint_tokens
 from builders.sparse.tiles import (
     HopperSparseTile,
     NarrowSparseTile,
@@ -371,7 +370,7 @@ def test_tokens_that_attend_together_have_the_oracles_states(
     if case.layout is SCALED:
         set_rope_to_fp16(trial)
     entries, counts = joint_lists(trial, tokens)
-    tile = joint_tile(case, tokens)
+    tile = tile_of_joint_lists(case, tokens)
     assert tile.tokens == tokens
     assert trial.misses(*launched(trial, tile, indices=entries, topk_lens=counts)) == {}
     # A token that listed a row of another token would be off by far.
@@ -381,17 +380,15 @@ def test_tokens_that_attend_together_have_the_oracles_states(
     assert len(calls) == (2 if counts[0] else 1)
 
 
-def joint_tile(case: SparseCase, tokens: int) -> SparseTile:
-    shape = SparseShape(case.num_heads, case.topk * tokens, case.layout)
-    options = replace(wide_options(shape), tokens=tokens, balanced=False)
-    return hopper_sparse_tile(shape, 2, 2, options)
+def tile_of_joint_lists(case: SparseCase, tokens: int) -> SparseTile:
+    return joint_tile(SparseShape(case.num_heads, case.topk, case.layout), tokens, 2)
 
 
 def test_joint_lists_that_do_not_fit_are_refused() -> None:
     tokens, case = JOINT["16 heads"]
     trial = SparseTrial(case)
     entries, counts = joint_lists(trial, tokens)
-    tile = joint_tile(case, tokens)
+    tile = tile_of_joint_lists(case, tokens)
     with pytest.raises(ValueError, match="query must be"):
         launched(trial, tile, indices=entries[:1], topk_lens=counts[:1])
     with pytest.raises(ValueError, match=r"topk_lens must be contiguous int32 \[2\]"):

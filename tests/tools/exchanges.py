@@ -75,7 +75,7 @@ def copy(in_ptr, record, full, empty, ROUNDS: gl.constexpr, WARPS: gl.constexpr)
 
 @gluon.jit
 def take_copies(out_ptr, record, full, empty, ROUNDS: gl.constexpr, WARPS: gl.constexpr):
-    """Write out what was copied, most of it by other threads, and give the record back."""
+    """Write out the numbers, most of which other threads copied, and give the record back."""
     COPIED: gl.constexpr = record.shape[0]
     LAYOUT: gl.constexpr = gl.BlockedLayout([2], [32], [WARPS], [0])
     at = out_ptr + gl.arange(0, COPIED, LAYOUT)
@@ -107,7 +107,7 @@ def copies_kernel(out_ptr, in_ptr, COPIED: gl.constexpr, ROUNDS: gl.constexpr, W
 
 
 def exchange_copies(rounds: int) -> None:
-    """Launch :func:`copies_kernel`, and check what it copied.
+    """Launch :func:`copies_kernel`, and check the copies.
 
     Args:
         rounds: times that the record is filled; from the second time on, once it was given back.

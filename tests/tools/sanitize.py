@@ -520,8 +520,7 @@ def launched_kernels() -> Iterator[set[str]]:
 def run_share(
     which: str, share: int, shares: int, seconds: float, patterns: Sequence[str] = EVERY
 ) -> None:
-    """Launches of a set in this process, until time is up; says which, of which kernels, and what
-    failed.
+    """Launches of a set in this process, until time is up; prints names, kernels and failures.
 
     Args:
         which: set.
@@ -618,7 +617,8 @@ def outcome_of(tool: str, which: str, shares: Iterable[Share]) -> Outcome:
         outcome.done += sum(line.startswith("DONE ") for line in lines)
         outcome.failed += tuple(line for line in lines if line.startswith("FAILED "))
         for line in lines:
-            outcome.kernels.update(line.removeprefix(KERNELS).split() if KERNELS in line else ())
+            if line.startswith(KERNELS):
+                outcome.kernels.update(line.removeprefix(KERNELS).split())
         of = [int(line[3:]) for line in lines if re.fullmatch(r"OF \d+", line)]
         outcome.of += sum(of)
         counted, found = complaints(share.log), reports(share.log)

@@ -283,8 +283,8 @@ def _with_one_maximum(state, tile):
         m = gl.permute(m, (1, 0))
         l = gl.permute(l, (1, 0))
     else:
-        # A row within one warp: to reduce over warps, Triton loads from shared memory in some
-        # threads only. The others would keep a register of no value all through the loop ahead.
+        # Each row moves to one warp. To reduce over warps, Triton loads from shared memory in some
+        # threads only, and the others would keep a register of no value through the loop before.
         BY_ROW: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0])
         m = gl.convert_layout(m, BY_ROW)
         l = gl.convert_layout(l, BY_ROW)

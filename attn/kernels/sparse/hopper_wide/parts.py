@@ -123,8 +123,8 @@ def work_at(work, lists, division, KEYS: gl.constexpr):
 def entries_at(ids_ptr, first, length, KEYS: gl.constexpr, LAYOUT: gl.constexpr):
     """KEYS entries of a list from ``first`` on; -1 from ``length`` on.
 
-    ``first`` should be hidden from the compiler, which would compute a thread's place in a list
-    early and spill it.
+    Callers hide ``first`` from the compiler (:func:`attn.kernels.lang.opaque.opaque_int`), which
+    would compute a thread's place in a list early and spill it.
     """
     at = first + gl.arange(0, KEYS, layout=LAYOUT)
     return gl.load(ids_ptr + at, mask=at < length, other=-1)
