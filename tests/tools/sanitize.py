@@ -73,6 +73,9 @@ HOPPER: Final = "hopper_"
 """How names of Hopper kernels begin."""
 KERNELS: Final = "KERNELS "
 """How a line begins that names the kernels of a launch."""
+TRIES: Final = 3
+"""How often a process is started, at most, whose reports name no kernel. Racecheck wrote such a
+report for a kernel's first launch, on one machine of two, and named all other launches of it."""
 GRACE: Final = 150.0
 """Seconds for a process to begin, and for launches that have begun to end."""
 
@@ -243,6 +246,11 @@ def reports(log: str) -> list[list[Race]]:
             pair = (first, place) if first.kind == "Write" else (place, first)
             found_reports[-1].append(Race(*pair))
     return found_reports
+
+
+def is_nameless(log: str) -> bool:
+    """Whether racecheck wrote a report that does not name the kernel."""
+    return re.search(r"(Read|Write) access at +(\[|$)", log, re.MULTILINE) is not None
 
 
 def complaints(log: str) -> int | None:
@@ -580,6 +588,8 @@ class Outcome:
     """Races and their reasons."""
     kernels: set[str] = field(default_factory=set)
     """Names of the kernels that were launched."""
+    again: int = 0
+    """Processes that were started again, because their reports named no kernel."""
 
     @property
     def is_as_it_should(self) -> bool:
@@ -654,6 +664,8 @@ class Running:
             seconds: to begin launches in.
             patterns: shell patterns, one of which a launch's name has to match.
         """
+        self.again = partial(Running, tool, which, share, shares, seconds, patterns)
+        """Starts the same process anew."""
         self._folder = tempfile.TemporaryDirectory()
         options = []
         if tool == "racecheck":
@@ -732,7 +744,16 @@ def run(
             deadline = time.monotonic() + seconds + GRACE
             for which, running in started.items():
                 left = [share.wait(deadline) for share in running]
-                outcomes.append(outcome_of(tool, which, left))
+                again = 0
+                for _ in range(TRIES - 1):
+                    nameless = [n for n, share in enumerate(left) if is_nameless(share.log)]
+                    for n in nameless:
+                        running[n] = running[n].again()
+                    deadline = max(deadline, time.monotonic() + seconds + GRACE)
+                    for n in nameless:
+                        left[n] = running[n].wait(deadline)
+                    again += len(nameless)
+                outcomes.append(replace(outcome_of(tool, which, left), again=again))
         finally:
             for running in started.values():
                 for share in running:
@@ -759,6 +780,10 @@ def render(outcomes: Sequence[Outcome], head: str) -> str:
         cells = [one.tool, one.which, f"{one.done} of {one.of}", str(len(one.failed))]
         kernels = ", ".join(f"`{name}`" for name in sorted(one.kernels))
         lines.append(f"| {' | '.join(cells)} | {one.errors} | {explained} | {kernels} |")
+    again = sum(one.again for one in outcomes)
+    if again:
+        were = "process was" if again == 1 else "processes were"
+        lines += ["", f"{again} {were} started again: the reports had named no kernel."]
     if found:
         lines += ["", "| race | pairs of instructions | why it is ordered |", "| --- | --- | --- |"]
         for (what, reason), count in sorted(found.items()):

@@ -356,6 +356,41 @@ def test_every_set_is_run_by_every_tool(tool, monkeypatch):
     assert wrong == [f"{sanitize.CONTROL}a race"]
 
 
+@pytest.mark.parametrize("nameless", [1, sanitize.TRIES])
+def test_a_process_whose_reports_name_no_kernel_is_started_again(
+    nameless, tool, tmp_path, monkeypatch
+):
+    # The stand-in's first logs have a report without a name, the others have none.
+    monkeypatch.setattr(sanitize, "GRACE", 60.0)
+    monkeypatch.setattr(sanitize, "CONTROLS", {})
+    report = "========= Error: Race reported between Read access at \n" + END.format(1)
+    tool(
+        f"""
+with open({str(tmp_path / "starts")!r}, "a+") as starts:
+    starts.write("one\\n")
+    starts.seek(0)
+    if len(starts.readlines()) <= {nameless}:
+        open(log, "w").write({report!r})
+        sys.exit(print("DONE a\\nOF 1"))
+"""
+    )
+    (outcome,) = sanitize.run(["racecheck"], 1.0, 1, ["plan"])
+    assert outcome.done == 1
+    if nameless < sanitize.TRIES:
+        assert (outcome.errors, outcome.again) == (0, nameless)
+        assert "1 process was started again" in render([outcome], "")
+    else:
+        assert (outcome.errors, outcome.again) == (1, sanitize.TRIES - 1)
+        assert not outcome.is_as_it_should
+
+
+def test_only_a_report_without_a_kernel_is_nameless():
+    first = "========= Error: Race reported between Read access at "
+    assert sanitize.is_nameless(f"{first}\n=========     and Write access at  [145 hazards]")
+    assert sanitize.is_nameless(f"{KNOWN}\n=========     and Write access at  [145 hazards]\n")
+    assert not sanitize.is_nameless(f"{KNOWN}\n{END.format(1)}")
+
+
 def test_every_set_has_launches(monkeypatch):
     # Which a process of launches sets for good.
     monkeypatch.setattr(Trial, "decode_kernel", Trial.decode_kernel)
