@@ -5,6 +5,7 @@ It plans on a CPU without Triton's interpreter, and tests hold the kernel agains
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -192,7 +193,7 @@ def _start_of(
     """
     if position >= total:
         return len(rows) * head_loops, 0
-    row = max(index for index, fields in enumerate(rows) if fields[7] - cost <= position)
+    row = bisect_right(rows, position, key=lambda fields: fields[7] - cost) - 1
     first_tile, tiles, place = rows[row][5:8]
     loop, offset = divmod(position - place + cost, tiles + cost)
     offset = max(offset - cost, 0)

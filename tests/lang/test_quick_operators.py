@@ -218,6 +218,37 @@ def test_choices() -> None:
                 x = tensor_of(kind, first)
                 both.agree(condition, x, number)
                 both.agree(condition, number, x)
+        for shape, number, other in product((None, (2, 4)), NUMBERS, NUMBERS):
+            both.agree(tensor_of("int1", shape, 3), number, other)
+
+    inside(check)
+
+
+def test_sums_over_an_axis() -> None:
+    from triton.runtime import interpreter
+
+    slow, passed_on = tl.standard.sum, []
+
+    def noted(*args: Any, **named: Any) -> Any:
+        passed_on.append(args)
+        return slow(*args, **named)
+
+    quick = QuickOperators(interpreter).sum(noted)
+
+    def check() -> None:
+        for kind, shape, axis in product(KINDS, ((1,), (4,), (2, 4), (2, 1), (2, 4, 8)), range(3)):
+            x = tensor_of(kind, shape)
+            for at in (axis, tl.constexpr(axis)) if axis < len(shape) else ():
+                assert outcome(quick, x, at) == outcome(slow, x, at), (kind, shape, at)
+        of = {args[0].dtype.name for args in passed_on}
+        assert of == {*KINDS} - {"fp32", "int32", "int64"}
+        x = tensor_of("int32", (2, 4))
+        assert outcome(quick, x) == outcome(slow, x)
+        assert outcome(quick, x, 0, keep_dims=True) == outcome(slow, x, 0, keep_dims=True)
+        for shape in ((4,), (4, 2)):
+            too_much = tensor_of("int32", shape)
+            too_much.handle.data[:] = 2**30
+            assert outcome(quick, too_much, 0) == outcome(slow, too_much, 0)
 
     inside(check)
 

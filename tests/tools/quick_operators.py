@@ -337,6 +337,8 @@ class QuickOperators:
                 x = x.value if type(x) is constexpr else x
                 y = y.value if type(y) is constexpr else y
                 kind = x.dtype if type(x) is tensor else getattr(y, "dtype", None)
+                if type(x) is type(y) is float and _is_known(x, "fp32"):
+                    kind = self.kinds["fp32"]
                 of = _PLAIN.get(getattr(kind, "name", ""))
                 first, second = self._array(x, kind, of), self._array(y, kind, of)
                 if condition.dtype.name == "int1" and first is not None and second is not None:
@@ -384,6 +386,27 @@ class QuickOperators:
             return slow(x, y, z)
 
         return fma
+
+    def sum(self, slow: Callable[..., Any]) -> Callable[..., Any]:
+        """Sums over one axis. Triton's own is a function of the language, not a builtin."""
+        tensor, constexpr = self.tensor, self.constexpr
+        kinds = {name: (self.kinds[name], _PLAIN[name]) for name in ("fp32", "int32", "int64")}
+
+        def sum_(x: Any, axis: Any = None, *rest: Any, **named: Any) -> Any:
+            axis = axis.value if type(axis) is constexpr else axis
+            if type(x) is tensor and type(axis) is int and not rest and not named:
+                (kind, of), data = kinds.get(x.dtype.name, (None, None)), x.handle.data
+                if data.dtype is of and 0 <= axis < data.ndim and x.type is not x.dtype:
+                    total, is_number = data.sum(axis), data.ndim == 1
+                    summed = total.astype(of)
+                    # Triton's own raises an error for a number that does not fit, not for a block.
+                    if not is_number:
+                        return self.value(summed, kind, False)
+                    if summed == total or total != total:
+                        return self.value(summed.reshape(1), kind, True)
+            return slow(x, axis, *rest, **named)
+
+        return sum_
 
     def full(self, slow: Callable[..., Any]) -> Callable[..., Any]:
         """Blocks filled with one number. Triton's own function checks each shape once."""

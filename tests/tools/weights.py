@@ -14,7 +14,6 @@ HEAVIEST: Final = (
     "tests/latent/test_hopper_mla.py",
     "tests/test_mutations.py",
     "tests/splitkv/test_split_kernel.py",
-    "tests/compile/test_product_order.py",
     "tests/docs/test_examples.py",
     "tests/dense/test_invariance.py",
     "tests/dense/test_hopper_segmented.py",
