@@ -33,7 +33,12 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 PATH: Final = Path(__file__).with_name("record.json")
 FOLDER: Final = "ATTN_COMPILE_RECORD"
 """Environment variable: a folder for the facts of all compiles of this process."""
-READERS: Final = ("compile/compile_matrix.py", "compile/model_calls.py", "tools/sass.py")
+READERS: Final = (
+    "compile/compile_matrix.py",
+    "compile/model_calls.py",
+    "compile/product_order.py",
+    "tools/sass.py",
+)
 """Files of ``tests`` that read facts from what was compiled."""
 TESTS: Final = (
     "tests/compile/test_compile.py",
