@@ -48,7 +48,7 @@ from attn.kernels.lang.structures import Folded, KeyRun
 from builders.launch.call import is_by_ptxas_13
 from builders.splitkv.device.segments import segment_of, segment_start
 
-_LOW, _INNER, _EDGE = (gl.constexpr("mov.b32 $0, $1; // " + name) for name in ("d", "e", "f"))
+_LOW, _WITHIN, _BORDER = (gl.constexpr("mov.b32 $0, $1; // " + name) for name in "def")
 _BY_PTXAS_13 = gl.constexpr(is_by_ptxas_13())
 
 
@@ -502,12 +502,12 @@ def consume_segments(
                 )  # fmt: skip
         for i in range(inner, edge):
             opens, acc, rest, pairs, m, l, folded = _step(
-                PART, i, done, anew(place, _INNER), opens, acc, rest, pairs, m, l, folded, tile,
+                PART, i, done, anew(place, _WITHIN), opens, acc, rest, pairs, m, l, folded, tile,
                 run, rows, queries, rings, scaling, mask, segments, shape, False,
             )  # fmt: skip
         for i in range(edge, run.high):
             opens, acc, rest, pairs, m, l, folded = _step(
-                PART, i, done, anew(place, _EDGE), opens, acc, rest, pairs, m, l, folded, tile,
+                PART, i, done, anew(place, _BORDER), opens, acc, rest, pairs, m, l, folded, tile,
                 run, rows, queries, rings, scaling, mask, segments, shape, True,
             )  # fmt: skip
         is_last = run.high == run.end
