@@ -74,8 +74,8 @@ HOPPER: Final = "hopper_"
 KERNELS: Final = "KERNELS "
 """How a line begins that names the kernels of a launch."""
 TRIES: Final = 3
-"""How often a process is started, at most, whose reports name no kernel. Racecheck wrote such a
-report for a kernel's first launch, on one machine of two, and named all other launches of it."""
+"""How often a process is started, at most, if its reports name no kernel. Racecheck wrote such a
+report of a kernel's first launch, and named the kernel in all other reports."""
 GRACE: Final = 150.0
 """Seconds for a process to begin, and for launches that have begun to end."""
 
