@@ -7,52 +7,32 @@ their values differ too, so does the kernel's key, and a process compiles what i
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Final
 
-ROOT: Final = Path(__file__).parents[2]
+from tests.tools.jit_functions import printed_by_script
+
 CONSTANTS: Final = """
-import importlib, pkgutil
+from collections import defaultdict
 from triton.language.core import constexpr
-from triton.runtime.jit import JITFunction
 import attn.kernels, builders
+from tests.tools.jit_functions import jit_functions
 
-def modules(package):
-    for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        yield importlib.import_module(found.name)
-
-def constants_of(kernel):
-    kernel.cache_key
-    values = {}
-    for (name, _), (value, module) in kernel.used_global_vals.items():
+functions = jit_functions(attn.kernels, builders)
+for function_name, function in functions.items():
+    # Triton reads the kernel and all that it calls.
+    function.cache_key
+    modules = defaultdict(lambda: defaultdict(list))
+    for (name, _), (value, module) in function.used_global_vals.items():
         if isinstance(value, constexpr):
-            values.setdefault(name, {}).setdefault(str(value), []).append(module["__name__"])
-    return values
-
-kernels = {
-    id(member): member
-    for package in (attn.kernels, builders)
-    for module in modules(package)
-    for member in vars(module).values()
-    if isinstance(member, JITFunction)
-}
-for kernel in kernels.values():
-    for name, values in constants_of(kernel).items():
-        if len(values) > 1:
-            print(kernel.__name__, name, values)
-print(len(kernels))
+            modules[name][str(value)].append(module["__name__"])
+    for name, by_value in modules.items():
+        if len(by_value) > 1:
+            print(function_name, name, dict(by_value))
+print(len(functions))
 """
 
 
 def test_constants_of_one_name_have_one_value_in_a_kernel() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", CONSTANTS],
-        env=environment, cwd=ROOT, text=True, capture_output=True, check=True,
-    )  # fmt: skip
-    *twofold, count = done.stdout.splitlines()
-    assert twofold == []
+    *clashes, count = printed_by_script(CONSTANTS)
+    assert clashes == []
     assert int(count) > 300

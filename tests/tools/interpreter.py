@@ -245,7 +245,7 @@ def _call_builtins_directly(interpreter: Any) -> None:
         scope.set_attr(place, name, call)
 
     interpreter._patch_attr = patch_attr
-    # The language has it as a function, which is not replaced for launches.
+    # ``sum`` is a function of the language, not a builtin: a launch does not replace it.
     interpreter.tl.sum = quick.sum(interpreter.tl.sum)
 
 

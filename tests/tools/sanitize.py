@@ -74,8 +74,8 @@ HOPPER: Final = "hopper_"
 KERNELS: Final = "KERNELS "
 """How a line begins that names the kernels of a launch."""
 TRIES: Final = 3
-"""How often a process is started, at most, if its reports name no kernel. Racecheck wrote such a
-report of a kernel's first launch, and named the kernel in all other reports."""
+"""How often a process is started, at most, if nothing is wrong but reports that name no kernel.
+Racecheck wrote such a report of a kernel's first launch, and named the kernel in all others."""
 GRACE: Final = 150.0
 """Seconds for a process to begin, and for launches that have begun to end."""
 
@@ -248,9 +248,10 @@ def reports(log: str) -> list[list[Race]]:
     return found_reports
 
 
-def is_nameless(log: str) -> bool:
-    """Whether racecheck wrote a report that does not name the kernel."""
-    return re.search(r"(Read|Write) access at +(\[|$)", log, re.MULTILINE) is not None
+def nameless_reports(log: str) -> int:
+    """Number of racecheck's reports with an access that names no kernel."""
+    found = log.split("Race reported between ")[1:]
+    return sum(bool(re.search(r"(Read|Write) access at +(\[|$)", one, re.M)) for one in found)
 
 
 def complaints(log: str) -> int | None:
@@ -643,6 +644,15 @@ def outcome_of(tool: str, which: str, shares: Iterable[Share]) -> Outcome:
     return outcome
 
 
+def lacks_names_only(tool: str, which: str, share: Share) -> bool:
+    """Whether all that is wrong with a share is that reports of racecheck name no kernel.
+
+    Such a share may be run again. Any other error must stay, since a race need not happen twice.
+    """
+    outcome = outcome_of(tool, which, [share])
+    return not outcome.failed and 0 < nameless_reports(share.log) == outcome.errors
+
+
 class Running:
     """A share's process; what it says goes to files, for a full pipe would stop it."""
 
@@ -746,7 +756,9 @@ def run(
                 left = [share.wait(deadline) for share in running]
                 again = 0
                 for _ in range(TRIES - 1):
-                    nameless = [n for n, share in enumerate(left) if is_nameless(share.log)]
+                    nameless = [
+                        n for n, share in enumerate(left) if lacks_names_only(tool, which, share)
+                    ]
                     for n in nameless:
                         running[n] = running[n].again()
                     deadline = max(deadline, time.monotonic() + seconds + GRACE)

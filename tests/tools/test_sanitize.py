@@ -384,11 +384,22 @@ with open({str(tmp_path / "starts")!r}, "a+") as starts:
         assert not outcome.is_as_it_should
 
 
-def test_only_a_report_without_a_kernel_is_nameless():
+def test_a_process_is_not_started_again_if_anything_else_is_wrong():
     first = "========= Error: Race reported between Read access at "
-    assert sanitize.is_nameless(f"{first}\n=========     and Write access at  [145 hazards]")
-    assert sanitize.is_nameless(f"{KNOWN}\n=========     and Write access at  [145 hazards]\n")
-    assert not sanitize.is_nameless(f"{KNOWN}\n{END.format(1)}")
+    other = "=========     and Write access at  [145 hazards]"
+    unknown = race(access("Write", "consumer.py", RECEIVE), access("Read", "consumer.py", SEND))
+
+    def may_be_again(*lines: str, said: str = "DONE a\nOF 1", status: int | None = 0) -> bool:
+        share = Share(said, "\n".join(lines), status)
+        return sanitize.lacks_names_only("racecheck", "decode", share)
+
+    assert may_be_again(first, other, END.format(1))
+    assert may_be_again(KNOWN, first, other, END.format(2))
+    assert not may_be_again(KNOWN, END.format(1))
+    assert not may_be_again(first, other, unknown, END.format(2))
+    assert not may_be_again(first, other, END.format(2)), "one hazard was counted and not told"
+    assert not may_be_again(first, other, END.format(1), said="FAILED a: 1\nOF 1")
+    assert not may_be_again(first, other, END.format(1), status=1)
 
 
 def test_every_set_has_launches(monkeypatch):
