@@ -44,6 +44,8 @@ from attn.kernels.latent.structures import (
 
 _REGISTERS = tl.constexpr(40)
 """Registers of a thread of the producer."""
+_MANY_RUNS_REGISTERS = tl.constexpr(48)
+"""The same where a tile has several runs of tokens, whose pages lie in registers."""
 
 
 @gluon.jit
@@ -264,5 +266,5 @@ def hopper_mla_narrow_kernel(
             (produce_narrow, (num_rows, cache, ring, plan, mask, out, GROUP)),
         ],
         [1],
-        [_REGISTERS],
+        [_REGISTERS if RUNS == 1 else _MANY_RUNS_REGISTERS],
     )
