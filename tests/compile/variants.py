@@ -617,7 +617,7 @@ HOPPER_VARIANTS: Final = (
     _of_latents(_HL, "128 heads verify 2", speed=True, heads=128, drafts=1),
     _of_latents(_HL, "128 heads verify 4", speed=True, heads=128, drafts=3),
     # Triton 3.9 keeps the thread's number on the stack, and reads it once per work item.
-    _only(_HL, "16 heads pages of 16", heads=(16, 1, 576)),
+    _only(_HL, "16 heads pages of 16", speed=True, heads=(16, 1, 576)),
     _only(_HL, "64 heads pages of 16", heads=(64, 1, 576)),
     _only(_HL, "128 heads pages of 32", speed=True, heads=(128, 1, 576), block_size=32),
     _only(_HL, "128 heads pages of 128", speed=True, heads=(128, 1, 576), block_size=128),

@@ -239,7 +239,7 @@ def _attend(
     E4M3: gl.constexpr = tile.KIND != NATIVE
     TILE: gl.constexpr = tile.KEYS
     KEY: gl.constexpr = gl.SliceLayout(1 if E4M3 else 0, tile.PRODUCT)
-    present = entries_at(mine, opaque_int(low + W * TILE), high, TILE, KEY)
+    present = entries_at(mine, low + W * TILE, high, TILE, KEY)
     factor = scale * rows_scale * LOG2E
     mbarrier.wait(queries.full, 0)
     if not E4M3:
