@@ -166,14 +166,21 @@ def attention(q: Tensor, k: Tensor, v: Tensor, first_position: int, rules: Rules
             bias = -distance.clamp(min=0).double().sqrt() if rules.use_alibi_sqrt else -distance
             score = score + slope * bias
         score = score.masked_fill(~visible, -torch.inf)
-        head_lse = torch.logsumexp(score, dim=-1)  # [Tq], -inf where nothing is visible
-        if rules.sinks is not None:
-            sink = _per_head("sinks", rules.sinks, num_heads)[head].to(q.device)
-            head_lse = torch.where(visible.any(-1), torch.logaddexp(head_lse, sink), head_lse)
-        lse[:, head] = head_lse
-        probability = torch.exp(score - _zero_if_empty(head_lse)[:, None])
-        out[:, head] = probability @ v[:, kv_head]
+        out[:, head], lse[:, head] = _weighted(score, v[:, kv_head], rules.sinks, head, num_heads)
     return out, lse
+
+
+def _weighted(
+    score: Tensor, values: Tensor, sinks: Tensor | None, head: int, num_heads: int
+) -> State:
+    """Out ``[Tq, Dv]`` and lse ``[Tq]`` of one head from its scores ``[Tq, Tk]``, minus infinity
+    where a query does not see a key. A query that sees none has no sink either.
+    """
+    lse = torch.logsumexp(score, dim=-1)
+    if sinks is not None:
+        sink = _per_head("sinks", sinks, num_heads)[head].to(score.device)
+        lse = torch.where(lse > -torch.inf, torch.logaddexp(lse, sink), lse)
+    return torch.exp(score - _zero_if_empty(lse)[:, None]) @ values, lse
 
 
 def merge(states: Sequence[State]) -> State:
@@ -262,17 +269,24 @@ def sparse_mla(
     Raises:
         ValueError: a list names a position that is not there.
     """
-    rules = Rules(scale=scale, causal=False, sinks=sinks)
-    states = []
-    for t, listed in enumerate(topk_indices.long().to(kv_c.device)):
-        listed = listed[listed != NO_TOKEN]
-        if bool(((listed < 0) | (listed >= len(kv_c))).any()):
-            raise ValueError(f"topk_indices[{t}] must be -1 or 0..{len(kv_c) - 1}, got {listed}")
-        one = slice(t, t + 1)
-        states.append(mla_absorbed(ql_nope[one], q_pe[one], kv_c[listed], k_pe[listed], 0, rules))
-    if not states:
-        return mla_absorbed(ql_nope, q_pe, kv_c, k_pe, 0, rules)
-    return torch.cat([out for out, _ in states]), torch.cat([lse for _, lse in states])
+    listed = topk_indices.long().to(kv_c.device)
+    wrong = (listed < NO_TOKEN) | (listed >= len(kv_c))
+    for t in wrong.any(-1).nonzero().flatten().tolist():
+        raise ValueError(f"topk_indices[{t}] must be -1 or 0..{len(kv_c) - 1}, got {listed[t]}")
+    query, entry = (listed != NO_TOKEN).nonzero(as_tuple=True)
+    times = kv_c.new_zeros(len(listed), len(kv_c), dtype=torch.float64)  # that a key is listed
+    one = times.new_ones(())
+    times.index_put_((query, listed[query, entry]), one, accumulate=True)
+    # Rows that no list names are not looked at: they may be poison.
+    named = times.any(0)
+    rows = torch.cat([_float64("kv_c", kv_c[named]), _float64("k_pe", k_pe[named])], -1)
+    q = torch.cat([_float64("ql_nope", ql_nope), _float64("q_pe", q_pe)], -1).to(rows.device)
+    values, several = rows[:, : kv_c.shape[1]], times[:, named].log()
+    out, lse = q.new_zeros(*q.shape[:2], values.shape[1]), q.new_zeros(q.shape[:2])
+    for head in range(q.shape[1]):
+        score = scale * (q[:, head] @ rows.T) + several
+        out[:, head], lse[:, head] = _weighted(score, values, sinks, head, q.shape[1])
+    return out, lse
 
 
 def index_logits(q_index: Tensor, k_index: Tensor, weights: Tensor, first_position: int) -> Tensor:
