@@ -45,7 +45,8 @@ from attn.kernels.latent.structures import (
 _REGISTERS = tl.constexpr(40)
 """Registers of a thread of the producer."""
 _MANY_RUNS_REGISTERS = tl.constexpr(48)
-"""The same where a tile has several runs of tokens, whose pages lie in registers."""
+"""The same where a tile has several runs of tokens, whose pages lie in registers; but not of e4m3,
+where the consumer needs them more."""
 
 
 @gluon.jit
@@ -266,5 +267,5 @@ def hopper_mla_narrow_kernel(
             (produce_narrow, (num_rows, cache, ring, plan, mask, out, GROUP)),
         ],
         [1],
-        [_REGISTERS if RUNS == 1 else _MANY_RUNS_REGISTERS],
+        [_REGISTERS if RUNS == 1 or E4M3 else _MANY_RUNS_REGISTERS],
     )
