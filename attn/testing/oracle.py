@@ -154,6 +154,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, first_position: int, rules: Rules
     query_position = first_position + torch.arange(num_queries, device=q.device)[:, None]
     distance = query_position - torch.arange(num_keys, device=q.device)[None, :]
 
+    sinks = _sinks_of(rules.sinks, q)
     out = q.new_zeros(num_queries, num_heads, v.shape[2])
     lse = q.new_zeros(num_queries, num_heads)
     for head in range(num_heads):
@@ -166,19 +167,21 @@ def attention(q: Tensor, k: Tensor, v: Tensor, first_position: int, rules: Rules
             bias = -distance.clamp(min=0).double().sqrt() if rules.use_alibi_sqrt else -distance
             score = score + slope * bias
         score = score.masked_fill(~visible, -torch.inf)
-        out[:, head], lse[:, head] = _weighted(score, v[:, kv_head], rules.sinks, head, num_heads)
+        sink = None if sinks is None else sinks[head]
+        out[:, head], lse[:, head] = _weighted(score, v[:, kv_head], sink)
     return out, lse
 
 
-def _weighted(
-    score: Tensor, values: Tensor, sinks: Tensor | None, head: int, num_heads: int
-) -> State:
-    """Out ``[Tq, Dv]`` and lse ``[Tq]`` of one head from its scores ``[Tq, Tk]``, minus infinity
-    where a query does not see a key. A query that sees none has no sink either.
+def _weighted(score: Tensor, values: Tensor, sink: Tensor | None) -> State:
+    """Out ``[Tq, Dv]`` and lse ``[Tq]`` of one head.
+
+    Args:
+        score: ``[Tq, Tk]``, minus infinity where a query does not see a key.
+        values: ``[Tk, Dv]``.
+        sink: a number, or None. A query that sees no key has no sink either.
     """
     lse = torch.logsumexp(score, dim=-1)
-    if sinks is not None:
-        sink = _per_head("sinks", sinks, num_heads)[head].to(score.device)
+    if sink is not None:
         lse = torch.where(lse > -torch.inf, torch.logaddexp(lse, sink), lse)
     return torch.exp(score - _zero_if_empty(lse)[:, None]) @ values, lse
 
@@ -270,9 +273,11 @@ def sparse_mla(
         ValueError: a list names a position that is not there.
     """
     listed = topk_indices.long().to(kv_c.device)
-    wrong = (listed < NO_TOKEN) | (listed >= len(kv_c))
-    for t in wrong.any(-1).nonzero().flatten().tolist():
-        raise ValueError(f"topk_indices[{t}] must be -1 or 0..{len(kv_c) - 1}, got {listed[t]}")
+    wrong = ((listed < NO_TOKEN) | (listed >= len(kv_c))).any(-1).nonzero().flatten().tolist()
+    if wrong:
+        raise ValueError(
+            f"topk_indices[{wrong[0]}] must be -1 or 0..{len(kv_c) - 1}, got {listed[wrong[0]]}"
+        )
     query, entry = (listed != NO_TOKEN).nonzero(as_tuple=True)
     times = kv_c.new_zeros(len(listed), len(kv_c), dtype=torch.float64)  # that a key is listed
     one = times.new_ones(())
@@ -283,9 +288,12 @@ def sparse_mla(
     q = torch.cat([_float64("ql_nope", ql_nope), _float64("q_pe", q_pe)], -1).to(rows.device)
     values, several = rows[:, : kv_c.shape[1]], times[:, named].log()
     out, lse = q.new_zeros(*q.shape[:2], values.shape[1]), q.new_zeros(q.shape[:2])
+    sinks = _sinks_of(sinks, q)
     for head in range(q.shape[1]):
         score = scale * (q[:, head] @ rows.T) + several
-        out[:, head], lse[:, head] = _weighted(score, values, sinks, head, q.shape[1])
+        out[:, head], lse[:, head] = _weighted(
+            score, values, None if sinks is None else sinks[head]
+        )
     return out, lse
 
 
@@ -343,6 +351,11 @@ def _per_head(name: str, tensor: Tensor, num_heads: int) -> Tensor:
     if tensor.shape != (num_heads,):
         raise ValueError(f"{name} must have shape [{num_heads}], got {tuple(tensor.shape)}")
     return tensor.double()
+
+
+def _sinks_of(sinks: Tensor | None, q: Tensor) -> Tensor | None:
+    """``[H]`` float64 on the device of queries ``[Tq, H, D]``, or None."""
+    return None if sinks is None else _per_head("sinks", sinks, q.shape[1]).to(q.device)
 
 
 def _zero_if_empty(lse: Tensor) -> Tensor:
