@@ -279,18 +279,19 @@ def sparse_mla(
             f"topk_indices[{wrong[0]}] must be -1 or 0..{len(kv_c) - 1}, got {listed[wrong[0]]}"
         )
     query, entry = (listed != NO_TOKEN).nonzero(as_tuple=True)
-    times = kv_c.new_zeros(len(listed), len(kv_c), dtype=torch.float64)  # that a key is listed
-    one = times.new_ones(())
-    times.index_put_((query, listed[query, entry]), one, accumulate=True)
+    # How often each query lists each key. A key that is listed twice counts as two equal keys.
+    counts = kv_c.new_zeros(len(listed), len(kv_c), dtype=torch.float64)
+    one = counts.new_ones(())
+    counts.index_put_((query, listed[query, entry]), one, accumulate=True)
     # Rows that no list names are not looked at: they may be poison.
-    named = times.any(0)
+    named = counts.any(0)
     rows = torch.cat([_float64("kv_c", kv_c[named]), _float64("k_pe", k_pe[named])], -1)
     q = torch.cat([_float64("ql_nope", ql_nope), _float64("q_pe", q_pe)], -1).to(rows.device)
-    values, several = rows[:, : kv_c.shape[1]], times[:, named].log()
+    values, log_counts = rows[:, : kv_c.shape[1]], counts[:, named].log()
     out, lse = q.new_zeros(*q.shape[:2], values.shape[1]), q.new_zeros(q.shape[:2])
     sinks = _sinks_of(sinks, q)
     for head in range(q.shape[1]):
-        score = scale * (q[:, head] @ rows.T) + several
+        score = scale * (q[:, head] @ rows.T) + log_counts
         out[:, head], lse[:, head] = _weighted(
             score, values, None if sinks is None else sinks[head]
         )

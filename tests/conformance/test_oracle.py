@@ -319,6 +319,16 @@ def test_sparse_mla_counts_duplicates_and_empty_rows() -> None:
     assert [part.shape for part in nobody] == [(0, 3, 6), (0, 3)]
 
 
+def test_sparse_mla_reads_no_row_that_no_list_names() -> None:
+    ql_nope, q_pe, kv_c, k_pe = sparse_inputs(2)
+    listed = torch.tensor([[1, 3, -1], [3, -1, -1]])
+    expected = oracle.sparse_mla(ql_nope, q_pe, kv_c, k_pe, listed, 0.4)
+    kv_c[0], k_pe[7] = math.nan, math.inf
+    assert_state(oracle.sparse_mla(ql_nope, q_pe, kv_c, k_pe, listed, 0.4), expected)
+    with pytest.raises(ValueError, match="NaN"):
+        oracle.sparse_mla(ql_nope, q_pe, kv_c, k_pe, torch.tensor([[0], [3]]), 0.4)
+
+
 @pytest.mark.parametrize("position", [-2, 8])
 def test_sparse_mla_refuses_positions_outside_the_cache(position: int) -> None:
     with pytest.raises(ValueError, match="topk_indices"):

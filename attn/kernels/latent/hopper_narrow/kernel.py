@@ -45,8 +45,8 @@ from attn.kernels.latent.structures import (
 _REGISTERS = tl.constexpr(40)
 """Registers of a thread of the producer."""
 _MANY_RUNS_REGISTERS = tl.constexpr(48)
-"""The same where a tile has several runs of tokens, whose pages lie in registers; but not of e4m3,
-where the consumer needs them more."""
+"""Registers of a thread of the producer where a tile of 16-bit rows has several runs of tokens,
+whose pages lie in registers. Over e4m3 the consumer needs these registers."""
 
 
 @gluon.jit

@@ -231,7 +231,7 @@ def hopper_narrow_sparse_kernel(
                 0, query, lists, rows, queries, ring, room, out, scratch, division, tile)),
             (consume_narrow, (
                 1, query, lists, rows, queries, ring, room, out, scratch, division, tile)),
-            # Hiding takes a prompt's e4m3 rows 1 % more time, and they have the registers.
+            # Prompts over e4m3 rows would take 1 % more time; their producer has registers left.
             (_copy_rows, (lists, rows, ring, division, SKIP, KIND == NATIVE)),
         ],
         [4, 4],
