@@ -40,6 +40,19 @@ def opaque_int(number):
 
 
 @gluon.jit
+def thread_number(like):
+    """The thread's number in the program, int32, for each element of ``like``, an int32 tensor.
+
+    It is hidden from LLVM and ptxas: what depends on it is computed where it is used.
+    """
+    # Pure, so that LLVM has one for all elements; the opaque zero keeps it in its place.
+    anywhere = gl.zeros_like(like) + opaque_zero()
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, %tid.x; // $1", "=r,r", [anywhere], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
 def program_number(HIDDEN: gl.constexpr = _BY_PTXAS_13):
     """``gl.program_id(0)``, hidden from ptxas if HIDDEN.
 

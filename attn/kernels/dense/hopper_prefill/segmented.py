@@ -17,6 +17,7 @@ from attn.kernels.dense.hopper_prefill.steps import (
     awaited,
     by_row,
     clear_behind,
+    computed,
     first_scores,
     masked_tile,
     new_references,
@@ -63,8 +64,16 @@ def _at_once(width: int) -> int:
     return 16 if width == 192 else 32
 
 
+@gluon.constexpr_function
+def _is_tight(width: int) -> bool:
+    """Whether ptxas 13 spills heads of ``width`` unless it is kept from holding two things before
+    they are needed: columns of a state in memory, and the thread's part of keys' numbers.
+    """
+    return _BY_PTXAS_13 and width > 192
+
+
 @gluon.jit
-def _seen(scores, first_key, rows, kv_len, scaling, mask, MASKED: gl.constexpr):
+def _seen(scores, first_key, rows, kv_len, scaling, mask, shape, MASKED: gl.constexpr):
     """A tile of scores under the soft cap, minus infinity where a row does not see the key.
 
     MASKED: a row may not see all of the tile's keys, which begin at ``first_key``.
@@ -73,7 +82,8 @@ def _seen(scores, first_key, rows, kv_len, scaling, mask, MASKED: gl.constexpr):
         scores = scores * scaling.factor
         scores = biased(scores, None, None, scaling.soft_cap, True, 0, False, True)
     if MASKED:
-        scores = masked_tile(scores, first_key, rows, kv_len, mask)
+        HIDDEN: gl.constexpr = _is_tight(shape.WIDTH + shape.EXTRA)
+        scores = masked_tile(scores, first_key, rows, kv_len, mask, HIDDEN)
     return scores
 
 
@@ -188,6 +198,9 @@ def _fold_into(old, new_acc, new, first, slot, segments, shape):
         _fold_into(old, left, new, first, slot, segments, shape)
         _fold_into(old, right, new, first + COLUMNS // 2, slot, segments, shape)
     else:
+        if _is_tight(shape.WIDTH + shape.EXTRA):
+            # These columns are loaded once those before them are stored.
+            slot = _behind_stores(slot)
         before = _stored(new_acc, old > 0, first, slot, segments, shape)
         after = _fold_outputs(before, old, new_acc, new)
         _store(after, first, slot, segments, shape)
@@ -326,6 +339,7 @@ def _step(
     once the output is.
     """
     EARLY: gl.constexpr = shape.WIDTH + shape.EXTRA > 64
+    PACKED_AHEAD: gl.constexpr = segments.STORED and not _BY_PTXAS_13
     OUTPUT: gl.constexpr = shape.OUTPUT
     is_first = number == opens
     old, new = folded.m, folded.m
@@ -345,13 +359,13 @@ def _step(
         rings.keys.give_back(now)
     if queries.STAGES == 1:
         mbarrier.arrive(queries.empty.index(0), count=1, pred=number == run.end - 1)
-    scores = _seen(scores, number * shape.KV_TILE, rows, tile.kv_len, scaling, mask, MASKED)
+    scores = _seen(scores, number * shape.KV_TILE, rows, tile.kv_len, scaling, mask, shape, MASKED)
     top, base = new_references(scores, m, scaling.factor, scaling.SOFT_CAP, MASKED)
     shrink = gl.exp2(m - base)
     weights = scores
     if segments.STORED:
         # Behind a branch that loads and stores outputs there would be too few registers. Weights
-        # are packed behind the branch: packed here, prompts at head size 256 took 27 % more time.
+        # are packed behind the wait: packed here, prompts at head size 256 took 27 % more time.
         weights = weights_of(scores, base, scaling.factor, scaling.SOFT_CAP)
         l = _with_sums(l, shrink, _sums_of(weights, segments.SUMS))
     acc, rest = awaited(acc, rest, rings.values, 0)
@@ -362,7 +376,12 @@ def _step(
             rings.keys.give_back(now)
         rings.values.give_back(before)
     past = shrink
+    if PACKED_AHEAD:
+        pairs = pack(weights, shape.VALUE, shape.KV_TILE)
     if is_first:
+        if PACKED_AHEAD:
+            # Otherwise ptxas packs behind the branch, where each pair still has two registers.
+            pairs = computed(pairs.to(gl.float32, bitcast=True)).to(gl.int32, bitcast=True)
         folded = _fold_segment(PART, acc, rest, old, new, folded, segments, shape)
         acc = gl.zeros_like(acc)
         if rings.values.EXTRA > 0:
@@ -379,7 +398,9 @@ def _step(
         # the clocks between only where they are in the same block of instructions.
         weights = weights_of(scores, base, scaling.factor, scaling.SOFT_CAP)
         l = _with_sums(l, shrink, _sums_of(weights, segments.SUMS))
-    return opens, acc, rest, pack(weights, shape.VALUE, shape.KV_TILE), top, l, folded
+    if not PACKED_AHEAD:
+        pairs = pack(weights, shape.VALUE, shape.KV_TILE)
+    return opens, acc, rest, pairs, top, l, folded
 
 
 @gluon.jit
@@ -427,7 +448,7 @@ def _first_weights(scores, now, tile, run, queries, keys, scaling, mask, segment
         is_last = (tile.high > 0) & (run.end - run.low == 1)
         mbarrier.arrive(queries.empty.index(0), count=1, pred=is_last)
     rows = rows_of(tile, mask, shape)
-    scores = _seen(scores, run.low * shape.KV_TILE, rows, tile.kv_len, scaling, mask, True)
+    scores = _seen(scores, run.low * shape.KV_TILE, rows, tile.kv_len, scaling, mask, shape, True)
     m = unreferred(scores)
     weights, _, m = referred_weights(scores, m, scaling.factor, scaling.SOFT_CAP, True)
     return pack(weights, shape.VALUE, shape.KV_TILE), m, _sums_of(weights, segments.SUMS)
@@ -448,6 +469,21 @@ def _run_from(low, tile, follows, segments):
         behind = segment_start((group + 1) * segments.PER_GROUP) // segments.UNIT
         high = gl.minimum(high, behind)
     return KeyRun(low=low, high=high, end=tile.high, follows=follows)
+
+
+@gluon.jit
+def _next_run(PART: gl.constexpr, turn, done, ended, queries, rings, segments, shape):
+    """The run behind the one that ``ended``, of the queries of ``turn``, their tile, and the run's
+    first scores, under way. After the last run these are of whatever is there.
+    """
+    queries.wait_full(turn)
+    stage = turn % queries.STAGES
+    tile = part_told(PART, stage, queries, shape)
+    follows = ended.high < ended.end
+    run = _run_from(gl.where(follows, ended.high, tile.low), tile, follows, segments)
+    # The opaque zero hides the address, see the other consumer.
+    place = stage * shape.WARP_GROUPS + PART + opaque_zero()
+    return tile, run, first_scores(place, done, tile, queries, rings.keys, shape)
 
 
 @gluon.jit
@@ -524,22 +560,12 @@ def consume_segments(
             parity = clear_behind(PART, before, parity, finished, rings, shape)
         rings.values.wait_full(before)
         acc, rest = output_of(weights, before, acc, rest, rings.values)
-        # The next run, of these queries or of the next. After the last one its scores are of
-        # whatever is there.
         ended = run
         turn += is_last.to(gl.int32)
-        stage = turn % queries.STAGES
-        queries.wait_full(turn)
-        tile = part_told(PART, stage, queries, shape)
-        run = _run_from(
-            gl.where(is_last, tile.low, run.high), tile, run.high < run.end, segments
-        )  # fmt: skip
-        # The opaque zero hides the address, see the other consumer.
-        place = stage * shape.WARP_GROUPS + PART + opaque_zero()
         if segments.STORED:
             acc, rest = awaited(acc, rest, rings.values, 0)
         else:
-            scores = first_scores(place, done, tile, queries, rings.keys, shape)
+            tile, run, scores = _next_run(PART, turn, done, ended, queries, rings, segments, shape)
             acc, rest = awaited(acc, rest, rings.values, 2 if shape.EXTRA > 0 else 1)
         if not rings.JOINT:
             rings.values.give_back(before)
@@ -550,7 +576,7 @@ def consume_segments(
         left = gl.where(ended.high == ended.end, finished.left, 0)
         _write(m, l, acc, rest, finished, left, out, rings.values, shape)
         if segments.STORED:
-            scores = first_scores(place, done, tile, queries, rings.keys, shape)
+            tile, run, scores = _next_run(PART, turn, done, ended, queries, rings, segments, shape)
         pairs, m, l = _first_weights(
             scores, done, tile, run, queries, rings.keys, scaling, mask, segments, shape
         )

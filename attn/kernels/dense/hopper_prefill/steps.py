@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from attn.kernels.dense.hopper_prefill.scheduler import told, wide
 from attn.kernels.lang.masks import reach_of
 from attn.kernels.lang.numerics import encode_e4m3
-from attn.kernels.lang.opaque import opaque_zero
+from attn.kernels.lang.opaque import opaque_zero, thread_number
 from attn.kernels.lang.structures import QueryTile, Rows
 from builders.launch.call import triton_release
 
@@ -75,11 +75,15 @@ def _within(scores, key, query, window):
 
 
 @gluon.jit
-def masked_tile(scores, first_key, rows, kv_len, mask):
+def masked_tile(scores, first_key, rows, kv_len, mask, HIDDEN: gl.constexpr = False):
     """A tile of scores, minus infinity where a row does not see the key; the first of the tile's
     keys is ``first_key``.
+
+    HIDDEN: keys' numbers are computed here, from the thread's number, which is read again.
     """
     number = gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, scores.type.layout))
+    if HIDDEN:
+        number = (thread_number(number) & 3) * 2 + (number & ~6)
     # A column is the sum of a constant of its register and a number of its thread, which goes to
     # the other side: each score is compared by a constant, in one instruction. With fewer keys
     # heads are wide, and leave no register for that number.
@@ -108,9 +112,9 @@ def masked_tile(scores, first_key, rows, kv_len, mask):
 
 @gluon.jit
 def computed(l):
-    """The sums, behind an event that would be counted if one were negative. It never is, but the
-    sums, and with them the whole softmax, have to be known for it: they are computed here, under
-    the product that is under way, where ptxas would move all of it behind the wait for that.
+    """Sums or weights, behind an event that would be counted if one were negative. None ever is,
+    but they have to be known for it: they are computed here. ptxas would move them, and with sums
+    the whole softmax, behind the wait or the branch that follows.
     """
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.lt.f32 p, $2, 0f00000000; setp.lt.or.f32 p, $3, 0f00000000, p;"
