@@ -479,8 +479,8 @@ def _next_run(PART: gl.constexpr, turn, done, ended, queries, rings, segments, s
     queries.wait_full(turn)
     stage = turn % queries.STAGES
     tile = part_told(PART, stage, queries, shape)
-    follows = ended.high < ended.end
-    run = _run_from(gl.where(follows, ended.high, tile.low), tile, follows, segments)
+    low = gl.where(ended.high == ended.end, tile.low, ended.high)
+    run = _run_from(low, tile, ended.high < ended.end, segments)
     # The opaque zero hides the address, see the other consumer.
     place = stage * shape.WARP_GROUPS + PART + opaque_zero()
     return tile, run, first_scores(place, done, tile, queries, rings.keys, shape)
