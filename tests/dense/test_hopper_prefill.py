@@ -90,6 +90,7 @@ IN_REGISTERS: dict[str, Any] = {
     "unpack": lambda pairs, dtype, tile, layout: pairs.astype(dtype),
     "anew": lambda place, asm: place,
     "computed": lambda sums: sums,
+    "computed_pairs": lambda pairs: pairs,
     "rescaled": lambda x, factors: x * factors,
     "referred": _referred,
     "_behind_stores": lambda slot: slot,

@@ -17,7 +17,7 @@ from attn.kernels.dense.hopper_prefill.steps import (
     awaited,
     by_row,
     clear_behind,
-    computed,
+    computed_pairs,
     first_scores,
     masked_tile,
     new_references,
@@ -381,7 +381,7 @@ def _step(
     if is_first:
         if PACKED_AHEAD:
             # Otherwise ptxas packs behind the branch, where each pair still has two registers.
-            pairs = computed(pairs.to(gl.float32, bitcast=True)).to(gl.int32, bitcast=True)
+            pairs = computed_pairs(pairs)
         folded = _fold_segment(PART, acc, rest, old, new, folded, segments, shape)
         acc = gl.zeros_like(acc)
         if rings.values.EXTRA > 0:

@@ -124,6 +124,12 @@ def computed(l):
 
 
 @gluon.jit
+def computed_pairs(pairs):
+    """:func:`computed` for weights as :func:`pack` gives them: as fp32 none is negative either."""
+    return computed(pairs.to(gl.float32, bitcast=True)).to(gl.int32, bitcast=True)
+
+
+@gluon.jit
 def pack(weights, DTYPE: gl.constexpr, KV_TILE: gl.constexpr):
     """Weights as pairs of 16 bits, to be carried to the next iteration: as single 16-bit values
     they would be split and joined again, as fp32 they would hold twice the registers.
