@@ -258,11 +258,11 @@ def _segmented_tile(packed: int, run: int, kv_tile: int, width: int, extra: int)
         width: columns of the first product.
         extra: columns of the second product, or 0.
     """
-    # ptxas 13 keeps more values in registers, and so gets all there are, up to heads of 192.
-    # Otherwise the producer needs some of them where rows are wide, and more for two products.
+    # ptxas 13 keeps more values in registers, so up to heads of 192 the consumers get all there
+    # are. Otherwise the producer needs some where rows are wide, and more for two products.
     stores = width + extra > (64 if is_by_ptxas_13() else 128)
     registers = 240
-    if stores and (width > 128 or not is_by_ptxas_13()):
+    if stores and (width + extra > 192 or not is_by_ptxas_13()):
         registers = 224 if extra else 232
     # Queries of narrow heads leave room for those of the next tile.
     query_stages = 2 if width + extra <= 128 else 1

@@ -97,7 +97,8 @@ instructions times width, wherever they stand) / KiB of shared memory. Limits of
 {limits}. A cell in bold is a miss: it does not compile, does not fit, spills on sm_90 in a shape \
 of the speed table (marked with *), or lost what `misses_of` in `tests/compile/compile_matrix.py` \
 looks for: asynchronous copies, the buffers of its pipeline, products by warp group. \
-`tests/compile/test_marks.py` checks that every shape of the speed tables is marked.
+`tests/compile/test_marks.py` checks that every shape that a speed table gives to a Hopper kernel \
+is marked.
 
 """
 

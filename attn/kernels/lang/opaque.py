@@ -41,11 +41,11 @@ def opaque_int(number):
 
 @gluon.jit
 def thread_number(like):
-    """The thread's number in the program, int32, for each element of ``like``, an int32 tensor.
-
-    It is hidden from LLVM and ptxas: what depends on it is computed where it is used.
+    """The thread's number among the program's threads, int32, for each element of ``like``, an int32
+    tensor. LLVM and ptxas compute values that depend on it where they are used.
     """
-    # Pure, so that LLVM has one for all elements; the opaque zero keeps it in its place.
+    # Pure assembly with equal operands, so that LLVM reads the number once for all elements. The
+    # opaque zero keeps LLVM from reading it earlier.
     anywhere = gl.zeros_like(like) + opaque_zero()
     return gl.inline_asm_elementwise(
         "mov.u32 $0, %tid.x; // $1", "=r,r", [anywhere], dtype=gl.int32, is_pure=True, pack=1

@@ -473,8 +473,11 @@ def _run_from(low, tile, follows, segments):
 
 @gluon.jit
 def _next_run(PART: gl.constexpr, turn, done, ended, queries, rings, segments, shape):
-    """The run behind the one that ``ended``, of the queries of ``turn``, their tile, and the run's
-    first scores, under way. After the last run these are of whatever is there.
+    """Find the run behind ``ended``, once the queries of ``turn`` are there, and issue its first
+    scores, those of tile ``done`` of keys. After the last run the scores mean nothing.
+
+    Returns:
+        The tile of queries, the run, and its first scores, under way.
     """
     queries.wait_full(turn)
     stage = turn % queries.STAGES

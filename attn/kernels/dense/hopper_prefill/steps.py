@@ -112,9 +112,10 @@ def masked_tile(scores, first_key, rows, kv_len, mask, HIDDEN: gl.constexpr = Fa
 
 @gluon.jit
 def computed(l):
-    """Sums or weights, behind an event that would be counted if one were negative. None ever is,
-    but they have to be known for it: they are computed here. ptxas would move them, and with sums
-    the whole softmax, behind the wait or the branch that follows.
+    """Sums or weights, computed here: ptxas would move them, and with sums the whole softmax, behind
+    the wait or the branch that follows.
+
+    An event, which would be counted if one of them were negative, needs them. None is negative.
     """
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.lt.f32 p, $2, 0f00000000; setp.lt.or.f32 p, $3, 0f00000000, p;"
@@ -125,7 +126,9 @@ def computed(l):
 
 @gluon.jit
 def computed_pairs(pairs):
-    """:func:`computed` for weights as :func:`pack` gives them: as fp32 none is negative either."""
+    """:func:`computed` for pairs of weights, which :func:`pack` makes. Read as fp32, no pair is
+    negative.
+    """
     return computed(pairs.to(gl.float32, bitcast=True)).to(gl.int32, bitcast=True)
 
 
