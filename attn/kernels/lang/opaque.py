@@ -41,8 +41,10 @@ def opaque_int(number):
 
 @gluon.jit
 def thread_number(like):
-    """The thread's number among the program's threads, int32, for each element of ``like``, an int32
-    tensor. LLVM and ptxas compute values that depend on it where they are used.
+    """The thread's number among the program's threads, int32, for each element of ``like``.
+
+    ``like`` is an int32 tensor. LLVM and ptxas compute values that depend on the number where they
+    are used.
     """
     # Pure assembly with equal operands, so that LLVM reads the number once for all elements. The
     # opaque zero keeps LLVM from reading it earlier.

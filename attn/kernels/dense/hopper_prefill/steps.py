@@ -112,8 +112,8 @@ def masked_tile(scores, first_key, rows, kv_len, mask, HIDDEN: gl.constexpr = Fa
 
 @gluon.jit
 def computed(l):
-    """Sums or weights, computed here: ptxas would move them, and with sums the whole softmax, behind
-    the wait or the branch that follows.
+    """Sums or weights, computed here: ptxas would move them, and with sums the whole softmax,
+    behind the wait or the branch that follows.
 
     An event, which would be counted if one of them were negative, needs them. None is negative.
     """
