@@ -600,6 +600,7 @@ _GLUON = types.SimpleNamespace(
     full=lambda shape, x, dtype, layout: value(np.full(shape, x, dtype)),
     zeros=lambda shape, dtype, layout: value(np.zeros(shape, dtype)),
     zeros_like=lambda x: value(np.zeros_like(x)),
+    to_tensor=value,
     load=_load,
     store=_store,
     atomic_add=_atomic_add,

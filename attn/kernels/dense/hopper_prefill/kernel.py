@@ -186,7 +186,7 @@ def hopper_prefill_kernel(
     DTYPE: gl.constexpr = q_desc.dtype
     HALVES: gl.constexpr = WIDTH // 64
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    JOINT: gl.constexpr = is_joint(WIDTH + EXTRA, KIND)
+    JOINT: gl.constexpr = is_joint(WIDTH + EXTRA, KIND, SEGMENT_UNIT > 0 and not TOTALS_STORED)
     # Columns of values beyond WIDTH.
     VALUE_EXTRA: gl.constexpr = EXTRA if SIZE > WIDTH else 0
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()

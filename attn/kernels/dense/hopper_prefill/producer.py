@@ -119,7 +119,7 @@ def produce(queries, rings, cache, schedule, mask, shape):
     """
     # The producer has no register left for it with three warp groups, nor, on Triton 3.9, ranges.
     LATE: gl.constexpr = shape.WARP_GROUPS == 2 and not mask.RANGES
-    # With JOINT rings (narrow heads) the keys of a turn and the values of the turn before are freed
+    # With JOINT rings the keys of a turn and the values of the turn before are freed
     # together, so that values need no wait of their own behind keys.
     JOINT: gl.constexpr = rings.JOINT
     MORE: gl.constexpr = 1 if JOINT else 0

@@ -15,11 +15,11 @@ _LEAST = gl.constexpr(8)
 
 
 @gluon.constexpr_function
-def is_joint(width: int, kind: int) -> bool:
+def is_joint(width: int, kind: int, two_states: bool) -> bool:
     """Keys of a turn and the values of the one before are given back by one barrier, that of keys:
-    of narrow heads that are read as they are stored.
+    of narrow heads that are read as they are stored, and where registers hold two states.
     """
-    return width <= 64 and kind <= 0
+    return (width <= 64 and kind <= 0) or two_states
 
 
 @gluon.jit

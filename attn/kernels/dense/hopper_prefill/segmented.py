@@ -328,34 +328,51 @@ def _finished(PART: gl.constexpr, acc, rest, m, l, folded, run, segments, shape)
 
 
 @gluon.jit
+def _wait_for_next(now, there_is, rings, segments):
+    """Wait for the values of turn ``now``, and for the next keys of the run, if ``there_is`` such a
+    tile. With STORED each product waits for its own operand instead.
+    """
+    if not segments.STORED:
+        rings.keys.wait_full(now + 1, there_is)
+        rings.values.wait_full(now)
+
+
+@gluon.jit
 def _step(
-    PART: gl.constexpr, number, done, place, opens, acc, rest, pairs, m, l, folded, tile, run, rows,
-    queries, rings, scaling, mask, segments, shape, MASKED: gl.constexpr,
+    PART: gl.constexpr, number, done, place, begun, opens, acc, rest, pairs, m, l, folded, tile,
+    run, rows, queries, rings, scaling, mask, segments, shape, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Scores of tile ``number`` of keys, output of the tile before it.
 
     The queries are those of ``place`` in their ring; ``done`` tiles of keys have been walked ahead
-    of the run. Tile ``opens`` begins the next segment: then the state of the one before is complete
-    once the output is.
+    of the run. Tile ``begun`` began the segment under way: its output ignores what the registers
+    hold. Tile ``opens`` begins the next one: then the state of this one is complete once the output
+    is.
     """
-    EARLY: gl.constexpr = shape.WIDTH + shape.EXTRA > 64
     PACKED_AHEAD: gl.constexpr = segments.STORED and not _BY_PTXAS_13
     OUTPUT: gl.constexpr = shape.OUTPUT
     is_first = number == opens
-    old, new = folded.m, folded.m
-    if is_first:
-        folded, old, new = _closed(m, l, folded, segments, shape)
-        m = gl.full(m.shape, float("-inf"), gl.float32, m.type.layout)
-        l = gl.zeros_like(l)
+    ended_m, old, new = m, folded.m, folded.m
+    if segments.STORED:
+        # Behind the products registers have no room for the sums of two segments.
+        if is_first:
+            folded, old, new = _closed(m, l, folded, segments, shape)
+            l = gl.zeros_like(l)
+    m = gl.where(is_first, float("-inf"), m)
     left = unpack(pairs, shape.VALUE, shape.KV_TILE, gl.DotOperandLayout(0, OUTPUT, 2))
-    now = done + number - run.low
+    now = done + (number - run.low).to(gl.uint32)
     before = now - 1
-    rings.keys.wait_full(now)
+    if segments.STORED:
+        rings.keys.wait_full(now)
     scores = scores_of(place, now, queries, rings.keys, shape)
-    rings.values.wait_full(before)
-    acc, rest = output_of(left, before, acc, rest, rings.values)
+    if segments.STORED:
+        rings.values.wait_full(before)
+    acc, rest = output_of(left, before, acc, rest, rings.values, number - 1 != begun)
+    # Under the products, which hide how long even a wait for what has come takes: 140 of 1,750
+    # clocks of a tile at head size 128, where each product waited for its own operand.
+    _wait_for_next(now, number + 1 < run.high, rings, segments)
     scores = warpgroup_mma_wait(2 if rings.values.EXTRA > 0 else 1, deps=[scores])
-    if EARLY:
+    if not rings.JOINT:
         rings.keys.give_back(now)
     if queries.STAGES == 1:
         mbarrier.arrive(queries.empty.index(0), count=1, pred=number == run.end - 1)
@@ -372,8 +389,6 @@ def _step(
     if rings.JOINT:
         rings.keys.give_back(now)
     else:
-        if not EARLY:
-            rings.keys.give_back(now)
         rings.values.give_back(before)
     past = shrink
     if PACKED_AHEAD:
@@ -382,11 +397,11 @@ def _step(
         if PACKED_AHEAD:
             # Otherwise ptxas packs behind the branch, where each pair still has two registers.
             pairs = computed_pairs(pairs)
+        if not segments.STORED:
+            folded, old, new = _closed(ended_m, l, folded, segments, shape)
+            l = gl.zeros_like(l)
         folded = _fold_segment(PART, acc, rest, old, new, folded, segments, shape)
-        acc = gl.zeros_like(acc)
-        if rings.values.EXTRA > 0:
-            rest = gl.zeros_like(rest)
-        opens = _behind(number, segments)
+        begun, opens = number, _behind(number, segments)
     if not segments.STORED:
         # A segment that begins has nothing to multiply. Stored states leave no register for this.
         past = gl.where(is_first, 1.0, past)
@@ -400,7 +415,7 @@ def _step(
         l = _with_sums(l, shrink, _sums_of(weights, segments.SUMS))
     if not PACKED_AHEAD:
         pairs = pack(weights, shape.VALUE, shape.KV_TILE)
-    return opens, acc, rest, pairs, top, l, folded
+    return begun, opens, acc, rest, pairs, top, l, folded
 
 
 @gluon.jit
@@ -514,7 +529,7 @@ def consume_segments(
     """
     OUTPUT: gl.constexpr = shape.OUTPUT
     turn = 0
-    done = 0
+    done = gl.to_tensor(0).to(gl.uint32)
     parity = 0
     mbarrier.wait(queries.full.index(0), 0)
     tile = part_told(PART, 0, queries, shape)
@@ -531,24 +546,25 @@ def consume_segments(
         if rings.values.EXTRA > 0:
             rest = gl.zeros([64, shape.EXTRA], gl.float32, shape.EXTRA_OUTPUT)
         folded = _empty(shape, segments)
-        opens = _behind(run.low, segments)
+        begun, opens = run.low, _behind(run.low, segments)
+        _wait_for_next(done, run.high - run.low > 1, rings, segments)
         # The opaque zero hides an address that would take a uniform register in all three loops.
         place = (turn % queries.STAGES) * shape.WARP_GROUPS + PART + opaque_zero()
         if mask.WINDOW or mask.CHUNK:
             for i in range(run.low + 1, inner):
-                opens, acc, rest, pairs, m, l, folded = _step(
-                    PART, i, done, anew(place, _LOW), opens, acc, rest, pairs, m, l, folded, tile,
-                    run, rows, queries, rings, scaling, mask, segments, shape, True,
+                begun, opens, acc, rest, pairs, m, l, folded = _step(
+                    PART, i, done, anew(place, _LOW), begun, opens, acc, rest, pairs, m, l, folded,
+                    tile, run, rows, queries, rings, scaling, mask, segments, shape, True,
                 )  # fmt: skip
         for i in range(inner, edge):
-            opens, acc, rest, pairs, m, l, folded = _step(
-                PART, i, done, anew(place, _WITHIN), opens, acc, rest, pairs, m, l, folded, tile,
-                run, rows, queries, rings, scaling, mask, segments, shape, False,
+            begun, opens, acc, rest, pairs, m, l, folded = _step(
+                PART, i, done, anew(place, _WITHIN), begun, opens, acc, rest, pairs, m, l, folded,
+                tile, run, rows, queries, rings, scaling, mask, segments, shape, False,
             )  # fmt: skip
         for i in range(edge, run.high):
-            opens, acc, rest, pairs, m, l, folded = _step(
-                PART, i, done, anew(place, _BORDER), opens, acc, rest, pairs, m, l, folded, tile,
-                run, rows, queries, rings, scaling, mask, segments, shape, True,
+            begun, opens, acc, rest, pairs, m, l, folded = _step(
+                PART, i, done, anew(place, _BORDER), begun, opens, acc, rest, pairs, m, l, folded,
+                tile, run, rows, queries, rings, scaling, mask, segments, shape, True,
             )  # fmt: skip
         is_last = run.high == run.end
         finished = tile
@@ -557,12 +573,13 @@ def consume_segments(
             finished = part_told(PART, turn % queries.STAGES, queries, shape)
             mbarrier.arrive(queries.empty.index(turn % queries.STAGES), count=1, pred=is_last)
         weights = unpack(pairs, shape.VALUE, shape.KV_TILE, gl.DotOperandLayout(0, OUTPUT, 2))
-        done += run.high - run.low
+        done += (run.high - run.low).to(gl.uint32)
         before = done - 1
         if is_last:
             parity = clear_behind(PART, before, parity, finished, rings, shape)
-        rings.values.wait_full(before)
-        acc, rest = output_of(weights, before, acc, rest, rings.values)
+        if segments.STORED:
+            rings.values.wait_full(before)
+        acc, rest = output_of(weights, before, acc, rest, rings.values, run.high - 1 != begun)
         ended = run
         turn += is_last.to(gl.int32)
         if segments.STORED:

@@ -166,7 +166,7 @@ def scores_of(place, turn, queries, keys, shape):
     Queries are those of ``place`` in their ring, keys those of ``turn`` in theirs.
     """
     q = queries.tiles.index(place)
-    stage = turn % keys.STAGES
+    stage = keys.stage(turn)
     scores = warpgroup_mma(
         q,
         keys.tiles.index(stage).permute((1, 0)),
@@ -185,12 +185,16 @@ def scores_of(place, turn, queries, keys, shape):
 
 
 @gluon.jit
-def output_of(left, turn, acc, rest, values):
-    """Output of a tile of values, under way: of EXTRA columns in a product of its own, ``rest``."""
-    stage = turn % values.STAGES
-    acc = warpgroup_mma(left, values.tiles.index(stage), acc, is_async=True)
+def output_of(left, turn, acc, rest, values, adds=True):
+    """Output of a tile of values, under way: of EXTRA columns in a product of its own, ``rest``.
+
+    Unless it ``adds`` to outputs, those are ignored.
+    """
+    stage = values.stage(turn)
+    acc = warpgroup_mma(left, values.tiles.index(stage), acc, use_acc=adds, is_async=True)
     if values.EXTRA > 0:
-        rest = warpgroup_mma(left, values.extra_tiles.index(stage), rest, is_async=True)
+        extra = values.extra_tiles.index(stage)
+        rest = warpgroup_mma(left, extra, rest, use_acc=adds, is_async=True)
     return acc, rest
 
 
@@ -464,7 +468,7 @@ def clear_behind(PART: gl.constexpr, done, parity, tile, rings, shape):
     if has_tail:
         if PART == shape.WARP_GROUPS - 1:
             rings.values.wait_full(done)
-            _clear_tail(rings.values, done % rings.values.STAGES, live)
+            _clear_tail(rings.values, rings.values.stage(done), live)
         # Everybody arrives: of one that waits alone, the other could be two tails ahead,
         # and the phase that it waits for would look as if it were still to come.
         mbarrier.arrive(rings.cleared, count=1)
